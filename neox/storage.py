@@ -15,6 +15,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from email.message import Message
+from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -39,6 +41,8 @@ CHECKPOINT_SAVES = "runs/saved"
 BLOCK_BYTES = 8 << 20
 ATTEMPTS = 7
 FIRST_PAUSE = 0.5
+LONGEST_RETRY_AFTER = 300.0
+"""Longest time in seconds that is waited because a server asks for it (`Retry-After`)."""
 # botocore and the hub's client read http_proxy, https_proxy and no_proxy by themselves, aiohttp only if it is asked to
 _CLIENT = {"gs": {"session_kwargs": {"trust_env": True}}} | {
     scheme: {"client_kwargs": {"trust_env": True}} for scheme in ("http", "https")
@@ -46,6 +50,13 @@ _CLIENT = {"gs": {"session_kwargs": {"trust_env": True}}} | {
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
 _TEMPORARY_STATUS = (408, 425, 429)
 _NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "TokenRetrievalError")
+_HUB_REFUSALS: Mapping[str, str] = {
+    "RevisionNotFound": "the repository has no such revision: check the branch, tag or commit after @",
+    "EntryNotFound": "the repository has no such file in this revision",
+    "GatedRepo": "only those who have accepted its terms get it: do so on its page, and log in with HF_TOKEN",
+    "RepoNotFound": "there is no such repository, or these credentials (HF_TOKEN) do not give access to it",
+}
+"""X-Error-Code of the hub -> what it means."""
 _WILDCARDS = set("*?[")
 _WEB_ADDRESS = re.compile(r"(https?://)(?:[^\s/'\"]*@)?([^\s?#'\"]*)(?:[?#][^\s'\"]*)?")
 """An address in a text: its scheme, a user name, host and path, and a query. The second and the last may be secrets."""
@@ -235,8 +246,25 @@ def attempt(action: Callable[[], T], what: str, kind: type[NeoXError] = DataErro
                 advice = f"run the same command again to continue{proxy_advice(error)}"
                 raise kind(f"{what}: {described}, {ATTEMPTS} times; {advice}") from error
             _log.warning("%s: %s; retrying", what, described)
-            time.sleep(FIRST_PAUSE * 2 ** (number - 1))
+            headers = getattr(getattr(error, "response", None), "headers", None) or getattr(error, "headers", None)
+            time.sleep(max(FIRST_PAUSE * 2 ** (number - 1), min(retry_after(headers), LONGEST_RETRY_AFTER)))
     raise AssertionError
+
+
+def retry_after(headers: Any) -> float:
+    """Return how many seconds a server wants a client to wait before it asks again; 0 if it does not say.
+
+    Args:
+        headers: Headers of its answer, a mapping, whose `Retry-After` is a number of seconds or a date (RFC 9110,
+            10.2.3); None without an answer.
+    """
+    given = str(headers.get("Retry-After") or "").strip() if isinstance(headers, Mapping | Message) else ""
+    if given.isdecimal():
+        return float(given)
+    try:
+        return max(0.0, parsedate_to_datetime(given).timestamp() - time.time())
+    except (ValueError, TypeError):
+        return 0.0
 
 
 def proxy_advice(error: Exception) -> str:
@@ -252,6 +280,9 @@ def proxy_advice(error: Exception) -> str:
 
 def _refusal(error: Exception) -> str | None:
     """Return why a server refuses an action, with advice; None for a temporary error."""
+    code = _hub_error(error)
+    if code in _HUB_REFUSALS:
+        return f"{_HUB_REFUSALS[code]} (the hub's answer: {code})"
     if isinstance(error, FileNotFoundError):
         return "it does not exist, or these credentials do not give access to it"
     status = _http_status(error)
@@ -263,6 +294,12 @@ def _refusal(error: Exception) -> str | None:
             "(s3: AWS_ACCESS_KEY_ID or a profile; hub: HF_TOKEN)"
         )
     return None
+
+
+def _hub_error(error: Exception) -> str:
+    """Return the hub's name of an error; an empty text if it gives none."""
+    headers = getattr(getattr(error, "response", None), "headers", None)
+    return str(headers.get("X-Error-Code") or "") if isinstance(headers, Mapping) else ""
 
 
 def _http_status(error: Exception) -> int | None:

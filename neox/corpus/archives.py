@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import orjson
 
@@ -58,7 +58,7 @@ def zip_lines(file: Any, path: str, read_member: MemberReader) -> Iterator[bytes
             if not left_out.takes(member.filename, member.file_size):
                 continue
             with archive.open(member) as stream:
-                yield from _member_lines(member.filename, cast(IO[bytes], stream), read_member)
+                yield from _member_lines(member.filename, stream, read_member)
     left_out.report()
 
 

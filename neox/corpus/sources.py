@@ -21,7 +21,7 @@ from neox.corpus.inputs import expand_inputs
 from neox.errors import DataError
 from neox.files import fsync_file, partial_path, replace_file, sha256_of, write_text
 from neox.log import get_logger
-from neox.storage import is_remote, open_file, proxy_advice, shown
+from neox.storage import LONGEST_RETRY_AFTER, is_remote, open_file, proxy_advice, retry_after, shown
 
 _log = get_logger(__name__)
 _CHUNK = 1 << 20
@@ -291,7 +291,8 @@ def download(
                     f"{proxy_advice(error)}"
                 ) from error
             _log.warning("%s: %s: trying again", shown(url), error)
-            time.sleep(pause * 2 ** (attempt - 1))
+            wait = retry_after(getattr(error, "headers", None))
+            time.sleep(max(pause * 2 ** (attempt - 1), min(wait, LONGEST_RETRY_AFTER)))
     digest = sha256_of(partial)
     if sha256 is not None and digest != sha256.lower():
         _discard(partial)

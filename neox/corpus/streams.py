@@ -423,7 +423,7 @@ _READERS: Mapping[str, Reader] = {
     ".tar": _tar(),
     ".tgz": _tar(".gz"),
     ".txt": _one_text(),
-    ".dat.zst": lambda file, path: length_prefixed(decompress_zstd(file)),
+    ".dat.zst": lambda file, path: length_prefixed(_PACKED[".zst"](file)),
     **{f"{plain}{packed}": _json(packed) for plain in PLAIN_SUFFIXES for packed in _PACKED},
     **{f".tar{packed}": _tar(packed) for packed in _PACKED},
     **{f".txt{packed}": _one_text(packed) for packed in _PACKED},

@@ -319,7 +319,7 @@ def test_other_members_are_named(tmp_path: Path, member: str, data: bytes, way: 
 
 @pytest.mark.parametrize("name", ["part-0.gz", "part-0.zst", "part-0.bz2", "part-0.xz"])
 def test_compressed_files_without_another_suffix(tmp_path: Path, name: str) -> None:
-    """tritonparse PR 207, datasets#5088, GlobalMLBuildingFootprints#61: contents under `.gz` are told by their bytes."""
+    """tritonparse PR 207, datasets#5088, GlobalMLBuildingFootprints#61: `.gz` says nothing of the content."""
     for packing, pack in PACKINGS.items():
         for form in ("lines", "mark", "CRLF", "indented", "UTF-16"):
             assert texts(tmp_path / name, pack(JSON[form])) == TEXTS, (packing, form)

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from neox.corpus import expand_inputs
+from neox.corpus.left_out import LeftOut
 from neox.errors import ConfigError
-from neox.storage import is_remote, name_of
+from neox.storage import is_remote
 from tools.web_text.chunks import Chunk, Place, Reader, read_chunks
 from tools.web_text.documents import ChunkWork, map_documents
 from tools.web_text.filter_urls import expand_suffixes
-from tools.web_text.pages import HTML_SUFFIXES, WARC_SUFFIXES, decode_page, html_reader, warc_reader
+from tools.web_text.pages import HTML_SUFFIXES, WARC_NAMES, decode_page, html_reader, page_form, warc_reader
 from tools.web_text.step import DocumentFunction, Job, Outcome, Record, Settings, Step, without
 
 _KEY = "html"
@@ -26,8 +27,8 @@ _PAGE_KEYS = (_KEY, "charset", "too_large", "unreadable", "truncated")
 class ExtractSettings(Settings):
     """Extract the text of web pages.
 
-    The inputs are `.jsonl[.zst]` with `html` and `url`, WARC files (`.warc[.gz]`, as of Common Crawl; WET too), or HTML
-    files (`.html`, `.htm`, `.xhtml`), also in the directories inside a directory.
+    The inputs are `.jsonl[.zst]` with `html` and `url`, WARC files (as of Common Crawl; WET too), or HTML
+    files (`.html`, `.htm`, `.xhtml`, also `.gz`), also in the directories inside a directory.
     """
 
     method: Literal["trafilatura", "bs4", "raw"] = "trafilatura"
@@ -116,31 +117,41 @@ def _paragraphs(html: str, url: str | None) -> str:
 def expand_pages(paths: Sequence[Path | str]) -> tuple[str, ...]:
     """Replace directories by the WARC files in them or, if there are none, by HTML files or by other inputs.
 
-    Of an address, only WARC files and other inputs are read.
+    A warning counts the other files of a directory. Of an address, only WARC files and other inputs are read.
     """
     files: list[str] = []
     for given in paths:
         if is_remote(given):  # its ending tells which
-            if name_of(given).endswith(WARC_SUFFIXES):
-                files += expand_suffixes([given], WARC_SUFFIXES)
+            if page_form(str(given)) == "warc":
+                files += expand_suffixes([given], WARC_NAMES)
             else:
                 files += expand_inputs([given])
             continue
         path = Path(given)
-        warc = path.is_dir() and any(file.name.endswith(WARC_SUFFIXES) for file in path.iterdir())
-        if warc or path.name.endswith(WARC_SUFFIXES):
-            files += expand_suffixes([path], WARC_SUFFIXES)
-        elif path.is_dir() and (pages := [file for file in sorted(path.rglob("*")) if _is_page_file(file)]):
-            files += map(str, pages)
-        elif path.name.endswith(HTML_SUFFIXES):
-            files += expand_suffixes([path], HTML_SUFFIXES)
+        if path.is_dir():
+            files += _pages_in(path)
+        elif path.is_file() and page_form(str(path)) is not None:
+            files.append(str(path))
         else:
             files += expand_inputs([path])
     return tuple(files)
 
 
-def _is_page_file(file: Path) -> bool:
-    return file.name.endswith(HTML_SUFFIXES) and file.is_file()
+def _pages_in(directory: Path) -> Sequence[str]:
+    """Return the WARC files in a directory, or else the HTML files below it, or else other inputs."""
+    left_out = LeftOut(str(directory))
+    entries = [file for file in sorted(directory.rglob("*")) if file.is_file() and left_out.takes(str(file))]
+    forms = {file: page_form(str(file)) for file in entries if file.parent == directory}
+    forms |= {file: "html" if file.name.endswith(HTML_SUFFIXES) else None for file in entries if file not in forms}
+    for form in ("warc", "html"):
+        chosen = [file for file in entries if forms[file] == form]
+        if chosen:
+            for file in entries:
+                if file not in chosen:
+                    left_out.add("files of other formats", str(file.relative_to(directory)))
+            left_out.report()
+            return list(map(str, chosen))
+    return expand_inputs([directory])
 
 
 def extract(job: Job[ExtractSettings]) -> None:
@@ -165,12 +176,9 @@ def extract(job: Job[ExtractSettings]) -> None:
 
 
 def _reader_of(file: str) -> Reader | None:
-    """Return the reader of whole pages for a file by its name; None for lines of JSON."""
-    if name_of(file).endswith(WARC_SUFFIXES):
-        return warc_reader
-    if file.endswith(HTML_SUFFIXES):
-        return html_reader
-    return None
+    """Return the reader of whole pages for a file; None for lines of JSON."""
+    form = page_form(file)
+    return None if form is None else {"warc": warc_reader, "html": html_reader}[form]
 
 
 EXTRACT = Step(

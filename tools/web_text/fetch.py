@@ -1,7 +1,7 @@
 """Fetching of many pages at once, politely and in bounded memory.
 
     URLs in order      `Fetcher._begin`         a task for each, of at most 16 times `concurrency`
-        |              `_page`                  waits while finished pages fill the memory; retries temporary failures
+        |              `_page`                  waits while pages fill the memory; retries, not before `Retry-After`
         |              `_follow`, `_request`    redirects; private addresses; robots.txt of the host (`_check_robots`)
         |              `_slot`                  few requests at once to a host, with a delay, and `concurrency` in all
         |              `_read`                  status, type, size, body without compression
@@ -31,6 +31,7 @@ from aiohttp.resolver import ThreadedResolver
 from protego import Protego
 
 from neox.log import get_logger
+from neox.storage import LONGEST_RETRY_AFTER, retry_after
 from tools.web_text.charsets import byte_order_mark, decode
 from tools.web_text.http_body import (
     BodyError,
@@ -69,7 +70,15 @@ class Refused(Exception):
 
 
 class Retry(Refused):
-    """A page could not be fetched, perhaps only now."""
+    """A page could not be fetched, perhaps only now.
+
+    Attributes:
+        wait: Seconds for which the server wants no further request (`Retry-After`).
+    """
+
+    def __init__(self, reason: str, wait: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait = wait
 
 
 @dataclass(frozen=True)
@@ -189,16 +198,29 @@ class Fetcher:
 
         async with self._changed:
             await self._changed.wait_for(may_start)
-        for attempt in range(settings.retries + 1):
+        try:
+            page = await self._follow_patiently(pending.url, settings.max_page_mb * _MIB, robots=settings.robots)
+        except Refused as error:
+            return str(error)
+        self._waiting_bytes += len(page.body)
+        return page
+
+    async def _follow_patiently(
+        self, url: str, limit: int, *, robots: bool, types: tuple[str, ...] = PAGE_TYPES
+    ) -> Page:
+        """Follow redirects to a page, and try again after temporary failures. Raises Refused.
+
+        No further attempt comes before the time that the server has asked for. If that is too long, there is none.
+        """
+        for attempt in range(self._settings.retries + 1):
             try:
-                page = await self._follow(pending.url, settings.max_page_mb * _MIB, robots=settings.robots)
-                self._waiting_bytes += len(page.body)
-                return page
+                return await self._follow(url, limit, robots=robots, types=types)
             except Retry as error:
-                if attempt == settings.retries:
-                    return str(error)
-            except Refused as error:
-                return str(error)
+                if attempt == self._settings.retries:
+                    raise
+                if error.wait > LONGEST_RETRY_AFTER:
+                    raise Refused(f"{error}, Retry-After too long") from None
+                await asyncio.sleep(error.wait)
         raise AssertionError
 
     async def _follow(self, url: str, limit: int, *, robots: bool, types: tuple[str, ...] = PAGE_TYPES) -> Page:
@@ -236,14 +258,20 @@ class Fetcher:
                 asyncio.timeout(self._settings.timeout),
                 self._open().get(url, allow_redirects=False) as response,
             ):
-                return await self._read(response, limit, types)
+                try:
+                    return await self._read(response, limit, types)
+                except Retry as error:
+                    if error.wait <= LONGEST_RETRY_AFTER:  # its other pages wait, too
+                        state = self._hosts[host]
+                        state.next_time = max(state.next_time, asyncio.get_running_loop().time() + error.wait)
+                    raise
 
     async def _read(self, response: aiohttp.ClientResponse, limit: int, types: tuple[str, ...]) -> Page | str:
         """Return the page of a response, or where it redirects to. Raises Refused."""
         if response.status in _REDIRECTS and "Location" in response.headers:
             return response.headers["Location"]
         if response.status in _RETRIED:
-            raise Retry(f"status {response.status}")
+            raise Retry(f"status {response.status}", retry_after(response.headers))
         if response.status != 200:
             raise Refused(f"status {response.status}")
         media_type, charset = content_type(", ".join(response.headers.getall("Content-Type", [])))
@@ -289,7 +317,7 @@ class Fetcher:
         finally:
             host.users -= 1
             if not host.users:
-                loop.call_later(delay, self._forget, name)
+                loop.call_later(max(delay, host.next_time - loop.time()), self._forget, name)
 
     def _forget(self, name: str) -> None:
         if name in self._hosts and not self._hosts[name].users:
@@ -315,10 +343,10 @@ class Fetcher:
         Everything is allowed if there is no file, and nothing if the server fails (RFC 9309).
         """
         try:
-            page = await self._follow(f"{origin}/robots.txt", _LARGEST_ROBOTS, robots=False, types=())
+            page = await self._follow_patiently(f"{origin}/robots.txt", _LARGEST_ROBOTS, robots=False, types=())
         except Refused as error:
             reason = str(error)
-            if reason.startswith("status 4") and reason != "status 429":
+            if reason.startswith("status 4") and not reason.startswith("status 429"):
                 return Protego.parse("")
             if reason in ("private address", "host not found", "malformed URL"):
                 return reason

@@ -21,15 +21,17 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import zstandard
 from warcio.archiveiterator import ArchiveIterator
 from warcio.bufferedreaders import DecompressingBufferedReader
 from warcio.exceptions import ArchiveLoadFailed
 
 from neox.corpus import BadInput, Position
+from neox.corpus.contents import packing_of
 from neox.errors import DataError, os_errors
-from neox.storage import open_file
+from neox.storage import is_remote, name_of, open_file
 from tools.web_text.charsets import byte_order_mark, codec_of, declared_codec, decode, decode_if_it_fits
 from tools.web_text.chunks import Chunk, Place
 from tools.web_text.http_body import (
@@ -44,13 +46,50 @@ from tools.web_text.http_body import (
 from tools.web_text.step import Record
 
 WARC_SUFFIXES = (".warc", ".warc.gz")
-HTML_SUFFIXES = (".html", ".htm", ".xhtml")
+WARC_NAMES = (*WARC_SUFFIXES, ".wet", ".wet.gz", ".wat", ".wat.gz", ".arc", ".arc.gz")
+"""Ends of names of WARC files: also of Common Crawl's texts, and of the format before WARC."""
+_HTML = (".html", ".htm", ".xhtml")
+HTML_SUFFIXES = (*_HTML, *(f"{suffix}.gz" for suffix in _HTML))
+_WARC_MARKS = (b"WARC/", b"filedesc:")
 PAGE_TYPES = ("text/html", "application/xhtml+xml", "text/plain")
 _CHUNK_BYTES = 1 << 20
 _CHUNK_RECORDS = 256
 _READ_BYTES = 1 << 18
+_HEAD_BYTES = 1 << 10
 _MARK_OF_MEMBER = b"\x1f\x8b\x08"
 _MARK_OF_TEXT = b"\nWARC/1."
+
+
+PageForm = Literal["warc", "html"]
+
+
+def page_form(path: str) -> PageForm | None:
+    """Return the form of a file of pages; None for another one, such as JSON lines.
+
+    A local file of another name is told by its first bytes.
+
+    Raises:
+        DataError: If it is a WARC file under another compression than gzip.
+    """
+    name = name_of(path)
+    if name.endswith(WARC_NAMES):
+        return "warc"
+    if name.endswith(HTML_SUFFIXES):
+        return "html"
+    if is_remote(path):
+        return None
+    with os_errors(DataError, f"{path} cannot be read"), open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES)
+    packing = packing_of(head)
+    if packing == ".gz":
+        with suppress(zlib.error):
+            head = zlib.decompressobj(16 + zlib.MAX_WBITS).decompress(head, _HEAD_BYTES)
+    elif packing == ".zst":
+        with suppress(zstandard.ZstdError):
+            head = zstandard.ZstdDecompressor().decompressobj().decompress(head)
+        if head.startswith(_WARC_MARKS):
+            raise DataError(f"{path}: a WARC file under zstd: unpack it first (zstd -d), or pack it with gzip")
+    return "warc" if head.startswith(_WARC_MARKS) else None
 
 
 def decode_page(data: bytes, charset: str | None) -> str:
@@ -89,7 +128,7 @@ def warc_reader(
     """Yield the pages of WARC files in chunks of records: `url`, `html` (bytes), `content_type`, `charset`.
 
     Args:
-        files: Paths of `.warc` or `.warc.gz` files.
+        files: Paths of WARC files, compressed with gzip or not.
         start: Number of the first file, and the position in it: number of the record, byte of the file.
         max_bytes: Longest page; the record of a longer one has `too_large` and no content. That of a page whose content
             cannot be decoded has `unreadable`, the reason.
@@ -158,7 +197,14 @@ def html_reader(
             size = path.stat().st_size
             record: Record = {"url": path.absolute().as_uri(), "html": b"", "too_large": True}
             if size <= max_bytes:
-                record = {"url": path.absolute().as_uri(), "html": path.read_bytes()}
+                data = path.read_bytes()
+                try:
+                    if packing_of(data) == ".gz":
+                        data = decoded_body(data, "gzip", max_bytes)
+                    if len(data) <= max_bytes:
+                        record = {"url": path.absolute().as_uri(), "html": data}
+                except BodyError as error:
+                    record |= {"too_large": False, "unreadable": str(error)}
         consumed(size)
         yield Chunk((record,), (), (number, Position(1, max(size, 1))))
         yield Chunk(None, (), (number + 1, Position()))

@@ -81,6 +81,8 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith(("/api/datasets/", "/datasets/")):
             if self.headers.get("Authorization") != f"Bearer {TOKEN}" or "org/set" not in path:
                 return self.reply(401, b"", {"X-Error-Code": "RepoNotFound"}, with_body)
+            if path.endswith("/revision/nope"):
+                return self.reply(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, with_body)
             if path.startswith("/api/"):
                 return self.reply(200, json.dumps(self.api(path, asked)).encode(), {}, with_body)
             path = path.split(f"/resolve/{COMMIT}")[-1]
@@ -199,6 +201,14 @@ def test_the_card_says_which_files_belong_to_a_configuration(server: Server, tmp
         expand_inputs(["hf://datasets/org/set"])
     server.card = {"configs": [english, {**german, "default": True}]}
     assert texts_of("hf://datasets/org/set", split="train") == ["de"]
+
+
+def test_a_revision_that_does_not_exist_is_named(server: Server, tmp_path: Path) -> None:
+    """huggingface_hub PR 4010, dataset-viewer PR 1053: the hub says RevisionNotFound, and it is no refused access."""
+    server.files = {"/data/train.jsonl.zst": lines(["one"])}
+    with pytest.raises(DataError, match=r"org/set@nope.*no such revision") as caught:
+        expand_inputs(["hf://datasets/org/set@nope/data/train-*.jsonl"])
+    assert "access is refused" not in str(caught.value)
 
 
 def test_one_process_of_a_host_asks_the_hub(server: Server, tmp_path: Path) -> None:

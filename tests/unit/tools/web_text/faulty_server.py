@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ class Server:
 
     def __init__(self) -> None:
         self.requests: Counter[str] = Counter()
+        self.times: dict[str, list[float]] = {}
         self.port = 0
         self.bomb = gzip.compress(bytes(32 << 20), 1)
         self.active = self.most_active = 0
@@ -77,6 +79,10 @@ class Server:
             return redirect("307 Temporary", f"http://{unquote(number)}")
         if name == "bomb":
             return head("200 OK", HTML, "Content-Encoding: gzip") + self.bomb
+        if name == "limit":  # to one request in a second, after the first one
+            self.times.setdefault(path, []).append(time.monotonic())
+            if len(self.times[path]) == 1:
+                return head("429 Too Many", HTML, f"Retry-After: {number}")
         if name == "busy":  # for the first time
             return head("503 Busy" if self.requests[path] == 1 else "200 OK", HTML) + page
         return fixed_responses(page).get(name, head("200 OK", HTML) + page)

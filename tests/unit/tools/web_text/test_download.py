@@ -43,6 +43,18 @@ def download(
     return report, {p["url"]: p for p in pages}, {r["url"]: r["dropped"] for r in reasons}
 
 
+def test_a_server_is_asked_again_when_it_wants(server: Any, tmp_path: Path) -> None:
+    """scrapy#3849, httrack#1738, wiki2book#89: a page comes after the time that `Retry-After` gives (RFC 9110)."""
+    paths = ["limit/1", "limit/01"]
+    _, pages, reasons = download(tmp_path, [server.url(path) for path in [*paths, "limit/4000"]], retries=1)
+    assert list(pages) == [server.url(path) for path in paths]
+    for path in paths:
+        first, second = server.times[path]
+        assert second - first > 0.99
+    assert reasons == {server.url("limit/4000"): "status 429, Retry-After too long"}
+    assert server.requests["limit/4000"] == 1
+
+
 FAULTS = {
     "endless": "too large",
     "declared": "too large",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip as gzip_module
 import io
 import json
 from pathlib import Path
@@ -103,6 +104,38 @@ def test_reading_a_warc_resumes_at_any_chunk(tmp_path: Path, monkeypatch: pytest
     for number, chunk in enumerate(chunks):
         rest = list(warc_reader(files, chunk.next, 1 << 20, read.append))
         assert [[record["url"] for record in c.content or ()] for c in rest] == urls[number + 1 :]
+
+
+def wet(path: Path, texts: list[str]) -> Path:
+    """Write texts as Common Crawl does: records `conversion`."""
+    with open(path, "wb") as file:
+        writer = WARCWriter(file, gzip=True)
+        writer.write_record(writer.create_warcinfo_record(path.name, {"software": "test"}))
+        for number, text in enumerate(texts):
+            payload = io.BytesIO(text.encode())
+            record = writer.create_warc_record(
+                f"http://x/{number}", "conversion", payload=payload, warc_content_type="text/plain"
+            )
+            writer.write_record(record)
+    return path
+
+
+def test_files_of_pages_are_told_by_their_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """warcbase#250, commoncrawl#11: `.warc.wet.gz`, and any other name; a directory's other files are counted."""
+    directory = tmp_path / "crawl"
+    directory.mkdir()
+    for name in ("a.warc.wet.gz", "b.wet.gz", "c.gz", "part-3"):
+        texts = [f"{name} {number}" for number in range(2)]
+        assert [record["text"] for record in extract(wet(directory / name, texts), tmp_path / "out.jsonl")[1]] == texts
+    (directory / "warc.paths").write_text("crawl-data/x\n")
+    (directory / "._a.warc.wet.gz").write_bytes(b"\0\5\x16\7")
+    caplog.set_level("WARNING")
+    assert len(extract(directory, tmp_path / "all.jsonl")[1]) == 8
+    assert "1 files of other formats (warc.paths)" in caplog.text
+    assert "1 files of the operating system" in caplog.text
+    (tmp_path / "page.html.gz").write_bytes(gzip_module.compress(page(1).encode()))
+    (record,) = extract(tmp_path / "page.html.gz", tmp_path / "html.jsonl")[1]
+    assert record["text"].startswith("Page 1, part 0")
 
 
 def test_a_directory_of_html_files(tmp_path: Path) -> None:
