@@ -5,7 +5,7 @@ from __future__ import annotations
 from shlex import split
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from neox.config.sections.base import Section
@@ -32,8 +32,8 @@ class ParallelismConfig(Section):
     pipe_parallel_size: NonNegativeInt = 0
     """Number of pipeline stages. 0 and 1 both mean one stage (no pipeline)."""
 
-    model_parallel_size: PositiveInt = 1
-    """Number of tensor-parallel ranks that split every layer."""
+    model_parallel_size: Annotated[NonNegativeInt, AfterValidator(lambda size: size or 1)] = 1
+    """Number of tensor-parallel ranks that split every layer. 0 and 1 both mean that none are split."""
 
     sequence_parallel: bool = False
     """Shard the tokens of a micro batch over tensor ranks in norms, dropout and residuals, so that each rank keeps only
