@@ -317,3 +317,9 @@ def test_misspelled_and_foreign_settings_are_never_ignored(keys: dict[str, Any],
     with pytest.raises(ConfigError) as caught:
         NeoXConfig.from_flat({**SMALL, **keys})
     assert named in str(caught.value)
+
+
+def test_no_tensor_ranks_are_one() -> None:
+    """gpt-neox#1354: `model_parallel_size: 0` counts as 1, as 0 stages do."""
+    config = NeoXConfig.from_flat({"model_parallel_size": 0, "pipe_parallel_size": 0})
+    assert config.parallelism.model_parallel_size == 1
