@@ -318,6 +318,7 @@ def test_both_forms_of_rotary_positions(entries):
 
     right = LlamaConfig(**entries).rope_parameters
     small = {
+        "intermediate_size": 64,
         "hidden_size": 64,
         "num_attention_heads": 2,
         "num_hidden_layers": 1,
