@@ -364,7 +364,7 @@ def _compare_with_sentencepiece(source: Path, copied: Path) -> None:
         for text in _DIFFICULT_FOR_SENTENCEPIECE:
             theirs = processor.encode(text, out_type=str)
             ours = backend.encode(text, add_special_tokens=False).tokens
-            if [processor.piece_to_id(piece) for piece in theirs] != [processor.piece_to_id(piece) for piece in ours]:
+            if list(map(processor.piece_to_id, theirs)) != list(map(processor.piece_to_id, ours)):
                 _log.warning(
                     "%s: transformers' tokenizer, which is taken, cuts %r into %s, and sentencepiece into %s: check "
                     "which of them the model was trained with",

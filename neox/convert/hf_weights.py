@@ -80,11 +80,13 @@ class HFWeights:
         if self._scales:
             _log.info("%s: %d quantized tensors are read as bf16", directory, len(self._scales))
         if left_out:
-            counted = ", ".join(f"{number} of {network}" for network, number in sorted(left_out.items()))
+            counted = []
+            for network, number in sorted(left_out.items()):
+                counted.append(f"{number} of {network}")
             _log.warning(
                 "%s: left out tensors that are not the text network's, as in AutoModelForCausalLM: %s",
                 directory,
-                counted,
+                ", ".join(counted),
             )
 
     def rename(self, key: str, stored: str) -> None:

@@ -376,7 +376,9 @@ def _refuse_missing(
     """Raise ConversionError if a kind of module that has adapters misses some, or all."""
     targets = settings.get("target_modules")
     if isinstance(targets, list):
-        excluded = [module for mapping in weights for module in _modules_of(mapping) if _is_excluded(module, settings)]
+        excluded: list[str] = []
+        for mapping in weights:
+            excluded += filter(lambda module: _is_excluded(module, settings), _modules_of(mapping))
         for target in targets:
             if not any(f".{module}".endswith(f".{target}") for module in (*products, *excluded)):
                 raise ConversionError(f"{file}: target_modules: {target} has no tensors")
