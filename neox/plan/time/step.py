@@ -289,22 +289,32 @@ class StepModel:
         return gradients.plus(self.recomputed())
 
     def recomputed(self) -> PassTime:
-        """Return the part of a block's backward pass that repeats its forward pass, as the mean over blocks."""
-        layout = self.run.layout
-        if not layout.recomputes:
-            return PassTime()
-        if self.run.recomputes_blocks:
-            return self.forward.times(1 - len(layout.no_recompute_blocks) / self.run.network.num_layers)
-        return PassTime(attention=self.forward.attention)
+        """Return the part of a block's backward pass that repeats its forward pass, as the mean over blocks.
 
-    def matmuls(self) -> float:
-        """Return the time of a block's matmuls with weights, without adapters."""
+        Tiles of an MLP repeat it, however the run recomputes. Flash attention stores no scores to compute again.
+        """
+        run = self.run
+        again = PassTime()
+        if run.recomputes_blocks:
+            again = self.forward
+        elif run.layout.recomputes and run.layout.recomputed_part == "full_attn":
+            projections = self.matmuls("attention.") - self.matmuls("attention.dense.")
+            again = PassTime(products=projections, attention=self.forward.attention, context=self.forward.context)
+        elif run.layout.recomputes and run.layout.attention != "flash":
+            again = PassTime(attention=self.forward.attention)
+        again = again.times(1 - len(run.layout.no_recompute_blocks) / run.network.num_layers)
+        if run.in_tiles and not run.recomputes_blocks:
+            again = again.plus(PassTime(products=self.matmuls("mlp."), elementwise=self.forward.elementwise / 2))
+        return again
+
+    def matmuls(self, name: str = "") -> float:
+        """Return the time of a block's matmuls with weights whose names begin so, without adapters."""
         run = self.run
         fp8 = run.config.training.fp8 is not None
         seconds = 0.0
         for layer, blocks in run.layers.block_types:
             for spec in layer.parameters:
-                if not spec.is_matrix or ADAPTER in spec.name:
+                if not spec.is_matrix or ADAPTER in spec.name or not spec.name.startswith(name):
                     continue
                 *_, columns, inner = spec.shard_shape(run.layout.tp_size)
                 rows = float(run.tokens)

@@ -16,8 +16,9 @@ from neox.config.sections.optimizer_table import MuonParams
 from neox.devices import GPUS
 from neox.plan import resolve
 from neox.plan.layout import Workload
-from neox.plan.time import estimate_step
+from neox.plan.time import StepModel, estimate_step
 from neox.plan.time.muon import newton_schulz_work
+from neox.plan.time.step import PassTime
 from tests.plans import plan_of
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
@@ -184,6 +185,30 @@ def test_layouts_that_take_longer(slower: dict[str, object]) -> None:
     fast = estimate_step(llama(), GPUS["h100"])
     slow = estimate_step(llama().with_layout(**slower), GPUS["h100"])
     assert slow.tokens_per_gpu < fast.tokens_per_gpu
+
+
+def test_the_backward_pass_repeats_what_is_recomputed() -> None:
+    """A block, attention without its output projection, scores alone, and the MLP if it is computed in tiles."""
+
+    def recomputed(**layout: object) -> PassTime:
+        return StepModel(llama().with_layout(**layout), GPUS["h100"]).recomputed()
+
+    kept = StepModel(llama(), GPUS["h100"])
+    assert recomputed() == PassTime()
+    assert recomputed(recomputes=True) == kept.forward
+    assert recomputed(recomputes=True, no_recompute_blocks=(0,) * 8).products == pytest.approx(
+        kept.forward.products * 3 / 4
+    )
+    scores = recomputed(recomputes=True, recomputed_part="core_attn", attention="fused")
+    assert (scores.products, recomputed(recomputes=True, recomputed_part="core_attn")) == (0, PassTime())
+    assert scores.attention > kept.forward.attention
+    attention = recomputed(recomputes=True, recomputed_part="full_attn")
+    projections = 4096 * (4096 + 2 * 1024)
+    assert attention.attention == kept.forward.attention
+    of_block = projections + 4096**2 + 3 * 4096 * 14336
+    assert attention.products / kept.forward.products == pytest.approx(projections / of_block, rel=0.05)
+    tiles = recomputed(tile_tokens=1024)
+    assert tiles.products / kept.forward.products == pytest.approx(3 * 4096 * 14336 / of_block, rel=0.05)
 
 
 @pytest.mark.parametrize(
