@@ -30,6 +30,7 @@ class Source:
         replaces: Place in an earlier file whose value this one replaces.
         rule: Key or value from which this value was derived; empty if it stands there as it is.
         dropped: Settings inside the replaced block that this value leaves out, as `path: value`.
+        decided: Whether a start has decided the value, which the setting at the place led to.
     """
 
     kind: SourceKind
@@ -38,6 +39,7 @@ class Source:
     replaces: Source | None = None
     rule: str = ""
     dropped: tuple[str, ...] = ()
+    decided: bool = False
 
     @classmethod
     def in_file(
@@ -69,6 +71,8 @@ class Source:
             data["rule"] = self.rule
         if self.dropped:
             data["dropped"] = list(self.dropped)
+        if self.decided:
+            data["decided"] = True
         return data
 
     @property

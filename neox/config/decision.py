@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from neox.config.neox_config import NeoXConfig
@@ -78,7 +78,7 @@ def apply_decisions(config: NeoXConfig, decisions: Sequence[Decision]) -> NeoXCo
     sources: dict[str, Source] = {}
     for decision in decisions:
         key, *inner = decision.key.split(".")
-        sources[key] = decision.source
+        sources[key] = replace(decision.source, decided=True)
         if not inner:
             changes[key] = decision.value
             continue

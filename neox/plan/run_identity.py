@@ -303,7 +303,7 @@ def _changed_keys(config: NeoXConfig, saved: NeoXConfig | None, counts: Callable
     now = dict(_leaves(config.to_flat()))
     if now.get("precision") == "auto":  # a resume keeps the checkpoint's
         now["precision"] = before.get("precision")
-    if config.source(_WARMUP).rule:  # likewise its steps
+    if config.source(_WARMUP).decided:  # likewise its steps
         before[_WARMUP] = now[_WARMUP]
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and counts(key.partition(".")[0]):

@@ -91,7 +91,7 @@ def finished_note(config: NeoXConfig, directory: Path) -> str | None:
         return None
     if not _ended_by_itself(directory) or lacks_last_evaluation(directory, is_evaluated=evaluates(config)):
         return None
-    key = _EPOCHS if config.source("train_iters").rule == _EPOCHS else "train_iters"
+    key = _EPOCHS if config.source("train_iters").decided else "train_iters"  # it was counted
     note = f"{found.checkpoint}: this run has finished with {found.iteration:,} steps; nothing was started"
     changes = list(all_changes(config, found))
     if changes:

@@ -129,9 +129,7 @@ def _schedule_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield the keys of the learning rate that `scheduler` or lr_warmup_iters replaces."""
     given = [key for key in _REPLACED_BY_SCHEDULER if config.given(key)]
     if config.schedule.scheduler is None:
-        is_kept = bool(
-            config.source("lr_warmup_iters").rule
-        )  # steps of an earlier start, of which a note of its own tells
+        is_kept = config.source("lr_warmup_iters").decided  # another note says so
         if config.schedule.lr_warmup_iters is not None and config.given("warmup") and not is_kept:
             steps = config.describe_setting("lr_warmup_iters")
             message = f"{config.describe_setting('warmup')} changes nothing: {steps} gives the warm-up"
@@ -185,7 +183,7 @@ def _replacement_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield a note for each pair of files about the keys that the later file replaces."""
     keys_of_files: dict[tuple[str, str], list[str]] = {}
     for key, source in sorted(config.sources().items()):
-        if source.replaces is not None and not source.rule and config.given(key):
+        if source.replaces is not None and not source.decided and config.given(key):
             keys_of_files.setdefault((source.file, source.replaces.file), []).append(key)
     for (later, earlier), keys in keys_of_files.items():
         listed = ", ".join(f"`{key}`" for key in keys)

@@ -27,13 +27,23 @@ def test_decisions_set_unset_and_reach_into_blocks() -> None:
         ],
     )
     assert decided.training.train_iters == 100
-    assert decided.source("train_iters") == COMMAND_LINE
+    assert decided.source("train_iters").is_command_line
+    assert decided.source("train_iters").decided
+    assert not decided.source("train_micro_batch_size_per_gpu").decided
     assert not decided.given("num_train_epochs")
     assert decided.value("optimizer.params.lr") == 0.002
     assert decided.value("optimizer.params.betas") == (0.9, 0.95)
-    assert decided.source("optimizer.params.lr") == COMMAND_LINE
+    assert decided.source("optimizer.params.lr").is_command_line
     assert config.value("optimizer.params.lr") == 0.001  # what the user asked for has not changed
     assert apply_decisions(config, []) is config
+
+
+def test_that_a_value_was_decided_travels_with_its_source() -> None:
+    """Notes depend on it, and not on the words of the source."""
+    decided = apply_decisions(NeoXConfig.from_flat(_GIVEN), [Decision("train_iters", 120, "two epochs", _FILE)])
+    source = decided.source("train_iters")
+    assert Source.from_json(json.loads(json.dumps(source.to_json()))) == source
+    assert source.decided
 
 
 def test_a_decision_travels_as_json() -> None:
