@@ -1,4 +1,4 @@
-"""Every key of ZeRO 1 and 2 against one rank, with divided experts, pipeline stages and tensor ranks.
+"""Every key of ZeRO against one rank, with divided experts, pipeline stages and tensor ranks.
 
 None of these keys is about numbers. DeepSpeed has another code path for most of them, and some are wrong for experts or
 stages. Losses of later steps show the weights.
@@ -63,6 +63,24 @@ KEYS: tuple[dict[str, Any], ...] = (
     {"round_robin_gradients": True, **OFFLOAD},
     {"reduce_bucket_size": 500, **OFFLOAD},
 )
+KEYS_OF_ZERO_3: tuple[dict[str, Any], ...] = (
+    {},
+    {"contiguous_gradients": False},
+    {"reduce_scatter": False},
+    {"reduce_scatter": False, "contiguous_gradients": False},
+    {"reduce_scatter": False, "reduce_bucket_size": 500},
+    {"reduce_bucket_size": 500},
+    {"overlap_comm": True, "reduce_bucket_size": 500},
+    {"overlap_comm": False},
+    {"round_robin_gradients": True},
+    {"sub_group_size": 500},
+    {"stage3_param_persistence_threshold": 0},
+    {"stage3_param_persistence_threshold": 10**6},
+    {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0},
+    OFFLOAD,
+    {**OFFLOAD, "reduce_scatter": False, "sub_group_size": 500},
+    {**OFFLOAD, "offload_param": {"device": "cpu"}},
+)
 OUTSIDE: tuple[dict[str, Any], ...] = (
     {"prescale_gradients": True},
     {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
@@ -73,21 +91,22 @@ OUTSIDE: tuple[dict[str, Any], ...] = (
 """Keys outside of the block, which ZeRO's reduction reads."""
 
 
-def variants() -> list[dict[str, Any]]:
+def variants(stages: tuple[int, ...]) -> list[dict[str, Any]]:
     """Keys of all trainings of a layout."""
     found = []
-    for stage in (1, 2):
-        found += [{"zero_optimization": {"stage": stage, **keys}} for keys in KEYS]
+    for stage in stages:
+        inside = KEYS_OF_ZERO_3 if stage == 3 else KEYS
+        found += [{"zero_optimization": {"stage": stage, **keys}} for keys in inside]
         found += [{"zero": stage, **keys} for keys in OUTSIDE]
         found += [{"zero_optimization": {"stage": stage, "reduce_scatter": False}, **keys} for keys in OUTSIDE[:2]]
     return found
 
 
-def assert_as_on_one_rank(name: str, tolerance: float, **precision: Any) -> None:
+def assert_as_on_one_rank(name: str, stages: tuple[int, ...], tolerance: float, **precision: Any) -> None:
     world, layout, network = LAYOUTS[name]
     expected = run_ranks(1, train_curves, [tiny_plan(1, **BASE, **network)], STEPS)[0][0]
     chosen = []
-    for keys in variants():
+    for keys in variants(stages):
         with suppress(ConfigError):  # refused by name: `tests/unit/plan/`
             chosen.append((keys, tiny_plan(world, **{**BASE, **network, **layout, **precision, **keys})))
     assert len(chosen) > 10
@@ -101,11 +120,17 @@ def assert_as_on_one_rank(name: str, tolerance: float, **precision: Any) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_keys_of_zero_change_no_number(name):
-    assert_as_on_one_rank(name, 2e-6)
+    assert_as_on_one_rank(name, (1, 2), 2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, (_, layout, _) in LAYOUTS.items() if "pp" not in layout])
+def test_keys_of_zero_3_change_no_number(name):
+    assert_as_on_one_rank(name, (3,), 2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data ranks", "experts", "stages"])
 @pytest.mark.parametrize("precision", [{"precision": "bf16"}, {"fp16": {"enabled": True, "initial_scale_power": 8}}])
 def test_keys_of_zero_change_no_number_in_16_bits(name, precision):
-    assert_as_on_one_rank(name, 3e-3, **precision)
+    assert_as_on_one_rank(name, (1, 2), 3e-3, **precision)
