@@ -7,6 +7,7 @@ from pathlib import Path
 from neox.architecture import NetworkFields
 from neox.checkpoint_files.contents import pickle_mentions
 from neox.checkpoint_files.finding import (
+    Search,
     contains_checkpoints,
     names_of_checkpoints,
     newest_checkpoint,
@@ -57,8 +58,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
         if search.candidates and training:  # `choose_checkpoint` says it
             return []
         if search.candidates:
-            reasons = [f"{path.name}: {'; '.join(why)}" for path, why in search.incomplete.items()]
-            return [config.problem(key, f"has no complete checkpoint: {'; '.join(reasons)}", "iteration")]
+            return [_incomplete_problem(config, key, search)]
         if may_be_first_start:
             return []
         return [config.problem(key, f"holds no checkpoint: {_kind_of_files(load)}")]
@@ -83,7 +83,10 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
     if load is None or not load.is_dir():
         return []
     keys = config.checkpoint
-    checkpoint = newest_checkpoint(load, keys.iteration)
+    search = search_checkpoint(load, keys.iteration)
+    checkpoint = search.found
+    if checkpoint is None and search.candidates:
+        return [_incomplete_problem(config, key, search)]
     if checkpoint is None:
         return []
     if not any(checkpoint.glob("layer_*.pt")) and not any(checkpoint.glob("mp_rank_*.pt")):
@@ -93,6 +96,14 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
     finetune = training and requested_start(config).mode is StartMode.FINETUNE
     unfit = why_unfit(checkpoint, plan.layers, finetune=finetune, gpt_neox_date=keys.gpt_neox_date)
     return [config.problem_about(reason, key) for reason in unfit]
+
+
+def _incomplete_problem(config: NeoXConfig, key: str, search: Search) -> Problem:
+    """Return the problem that a directory contains checkpoints, and none is complete."""
+    reasons = []
+    for path, why in search.incomplete.items():
+        reasons.append(f"{path.name}: {'; '.join(why)}")
+    return config.problem(key, f"has no complete checkpoint: {'; '.join(reasons)}", "iteration")
 
 
 def key_of_checkpoint(config: NeoXConfig, *, training: bool) -> str:
