@@ -37,14 +37,12 @@ class StartFacts:
         names: Names of the checkpoints in `save`.
         of_load: Run in another `load`, at the step of `iteration` if it is given; None if it contains no checkpoint, or
             is an address.
-        sees_directories: Whether `save` or `load` exists on this machine.
     """
 
     save: FoundRun | None = None
     of_save: FoundRun | None = None
     names: str = ""
     of_load: FoundRun | None = None
-    sees_directories: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,11 @@ class DecidedStart(Decided):
         start: The start.
         found: Run of its checkpoint; None for initial weights, or if this machine does not see it.
         none_complete: Whether the problem is that no checkpoint is complete.
-        sees_directories: Whether `save` or `load` exists on this machine.
     """
 
     start: ChosenStart = NEW_START
     found: FoundRun | None = None
     none_complete: bool = False
-    sees_directories: bool = True
 
     @property
     def loaded(self) -> FoundRun | None:
@@ -85,20 +81,17 @@ def choose_checkpoint(config: NeoXConfig, damaged: Collection[Path] = ()) -> Dec
         config: The configuration.
         damaged: Checkpoints that were found damaged.
     """
-    facts = find_facts(config, damaged)
-    return replace(decide_checkpoint(config, facts, damaged), sees_directories=facts.sees_directories)
+    return decide_checkpoint(config, find_facts(config, damaged), damaged)
 
 
 def find_facts(config: NeoXConfig, damaged: Collection[Path] = ()) -> StartFacts:
     """Read which runs the directories of a configuration contain. Nothing is changed, and no weight is read."""
     asked = requested_start(config)
-    directories: list[Path] = []
     own = None
     of_save = None
     names = ""
     if config.checkpoint.save is not None:
         save = Path(config.checkpoint.save)
-        directories.append(save)
         if not asked.replaces_save:
             own = find_run(save, without=damaged)
             of_save = own
@@ -107,9 +100,8 @@ def find_facts(config: NeoXConfig, damaged: Collection[Path] = ()) -> StartFacts
             of_save = find_run(save, asked.iteration, damaged)
     of_load = None
     if asked.load is not None and not is_remote(asked.load) and not asked.own_directory:
-        directories.append(Path(asked.load))
         of_load = find_run(Path(asked.load), asked.iteration, damaged)
-    return StartFacts(own, of_save, names, of_load, any(map(Path.is_dir, directories)))
+    return StartFacts(own, of_save, names, of_load)
 
 
 def decide_checkpoint(config: NeoXConfig, facts: StartFacts, damaged: Collection[Path] = ()) -> DecidedStart:

@@ -218,8 +218,9 @@ def plan_job(
     if is_sound:
         if job.trains:
             own = choose_checkpoint(config, job.damaged)
-            left_to_ranks = job.start_left_to_ranks or (not job.placement.is_local and not own.sees_directories)
-            start = replace(own.start, left_to_ranks=left_to_ranks)
+            # Disks of the hosts may have what this machine does not see.
+            unseen = own.start.checkpoint is None and not job.placement.is_local
+            start = replace(own.start, left_to_ranks=unseen or job.start_left_to_ranks)
         if config.model.precision == "auto":
             saved = saved_precision(config) if own is None else own.precision
             capabilities = replace(capabilities, saved=saved)

@@ -175,7 +175,7 @@ class Restarts:
             damaged = Path(end.damaged_checkpoint)
             self._damaged[damaged] = _inode(damaged)
             is_stale = False
-        self.start_left_to_ranks = is_stale and self._was_stale
+        self.start_left_to_ranks |= is_stale and self._was_stale
         self._was_stale = is_stale
 
     def _has_saved(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -147,12 +146,3 @@ def test_overwrite_begins_anew_and_says_what_moves(tmp_path: Path) -> None:
     put(tmp_path, 8, config)
     start = choose_checkpoint(config).start
     assert (start.mode, start.replaces_save) == (StartMode.NEW, True)
-
-
-def test_directories_that_this_machine_does_not_see(tmp_path: Path) -> None:
-    config = make_config(save=str(tmp_path / "disk of the hosts"))
-    assert not choose_checkpoint(config).sees_directories
-    put(Path(str(config.checkpoint.save)), 3, config)
-    assert choose_checkpoint(config).sees_directories
-    shutil.rmtree(str(config.checkpoint.save))
-    assert choose_checkpoint(config).start.mode is StartMode.NEW

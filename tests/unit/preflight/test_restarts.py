@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from neox.config import NeoXConfig
+from neox.launch.agent.agent_files import Cause, FailureReport
 from neox.launch.spec import Host, LaunchSpec
 from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.preflight.restarts import Restarts
@@ -85,3 +86,27 @@ def test_tries_without_a_start_make_no_suspect(tmp_path: Path) -> None:
         assert restarts.decide(RunEnd(EndKind.NOT_STARTED, 1, "no answer from a", hosts=("a",)), tmp_path).restart
     assert not restarts.hosts.suspects
     assert not interruptions(read_events(tmp_path))
+
+
+def stale(checkpoint: str | None) -> RunEnd:
+    return RunEnd(EndKind.RANK, 75, "stale", 0, ("a",), report=FailureReport(Cause.STALE_START, checkpoint=checkpoint))
+
+
+def test_a_start_that_does_not_hold_is_decided_again_without_a_restart(tmp_path: Path) -> None:
+    for step in (4, 8):
+        (tmp_path / f"global_step{step}").mkdir()
+    restarts = Restarts(NeoXConfig.from_flat({**SMALL, "save": str(tmp_path)}), Path("train.py"))  # max_restarts is 0
+    damaged = tmp_path / "global_step8"
+    assert restarts.decide(stale(str(damaged)), tmp_path).restart
+    assert restarts.damaged == (damaged,)
+    damaged.rename(tmp_path / "aside")
+    damaged.mkdir()  # saved again
+    assert restarts.damaged == ()
+    for left in (False, True):  # where rank 0 sees another one twice, it decides
+        assert restarts.decide(stale(None), tmp_path).restart
+        assert restarts.start_left_to_ranks is left
+    assert not restarts.decide(RunEnd(EndKind.RANK, 1, "failed", 0, ("a",)), tmp_path).restart
+    assert restarts.start_left_to_ranks
+    starts = [restarts.decide(stale(None), tmp_path).restart for _ in range(30)]
+    assert starts[0]
+    assert not starts[-1]
