@@ -284,4 +284,13 @@ def test_losses_and_gradients_are_those_of_trl(tmp_path: Path, kind: str) -> Non
             assert ours["rewards/accuracies"] == pytest.approx(theirs["rewards/accuracies"], abs=1e-4)
             assert ours["rewards/margins"] == pytest.approx(theirs["rewards/margins"], rel=1e-3, abs=1e-3)
     if kind == "kto":
-        assert [step["kl"] for step in scores] == pytest.approx([entry["kl"] for entry in logs], rel=1e-3, abs=1e-3)
+        names = ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected")
+        seen = set()
+        for ours, theirs in zip(scores, logs, strict=True):
+            for name in names:
+                if name in theirs:
+                    seen.add(name)
+                    assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-3), name
+                else:  # the step has no answer of that kind
+                    assert ours[name] is None, name
+        assert seen == {*names}
