@@ -309,6 +309,12 @@ def read_family(hf: Mapping[str, Any], outer: str | None = None) -> tuple[Family
     Raises:
         ConversionError: For an unknown family or values that are not supported, with every reason.
     """
+    if hf.get("model_type") is None and {"d_model", "n_layer"} <= hf.keys():
+        raise ConversionError(
+            "config.json has no model_type, but d_model and n_layer: it is a model of the package mamba_ssm (as "
+            "state-spaces publishes, and gpt-neox's convert_neox_to_mamba_ssm.py writes); convert it to Hugging Face's "
+            "form first, with models/mamba/convert_mamba_ssm_checkpoint_to_pytorch.py of transformers 4.57"
+        )
     model_type = str(hf.get("model_type"))
     if model_type not in FAMILIES:
         where = f"model_type {model_type}"

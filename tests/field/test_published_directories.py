@@ -328,3 +328,11 @@ def test_both_forms_of_rotary_positions(entries):
     network, _ = FAMILIES["llama"].read_config({**small, **entries})
     assert network.rotary_base == right["rope_theta"]
     assert dict(network.rope_scaling).get("factor") == right.get("factor")
+
+
+def test_a_model_of_mamba_ssm_is_named(tmp_path):
+    """state-spaces/mamba-130m, and what gpt-neox's `convert_neox_to_mamba_ssm.py` writes: no `model_type`."""
+    config = {"d_model": 768, "n_layer": 24, "vocab_size": 50277, "ssm_cfg": {}, "rms_norm": True}
+    write_json(tmp_path / "config.json", config)
+    with raises_naming(ConversionError, "mamba_ssm", "convert_mamba_ssm_checkpoint_to_pytorch.py"):
+        from_hf(tmp_path, tmp_path / "ck")
