@@ -32,7 +32,7 @@ class HeldStorages(TorchDispatchMode):
     def __init__(self, apart_from: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.total = self.peak = 0
-        self._older = {tensor.untyped_storage().data_ptr() for tensor in apart_from}
+        self._older = {id(storage): storage for storage in (tensor.untyped_storage() for tensor in apart_from)}
         self._held: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,7 +44,7 @@ class HeldStorages(TorchDispatchMode):
         return made
 
     def _hold(self, storage: torch.UntypedStorage) -> None:
-        if id(storage) not in self._held and storage.data_ptr() not in self._older:
+        if id(storage) not in self._held and id(storage) not in self._older:
             self._held[id(storage)] = storage.nbytes()
             self.total += storage.nbytes()
             weakref.finalize(storage, self._release, id(storage))

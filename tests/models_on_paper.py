@@ -61,7 +61,12 @@ def plan_of(model: str, ranks: str = "one", recomputed: str = "nothing", **keys:
     flat = {**SMALL, **MODELS[model], **of_ranks, **RECOMPUTED[recomputed], **keys}
     if (ranks, recomputed) != ("one", "nothing") and problems_of(world, **flat):
         return None
-    return resolve(NeoXConfig.from_flat(flat), world, 100)
+    return resolved(flat, world)
+
+
+def resolved(keys: dict[str, Any], world_size: int = 1) -> RunPlan:
+    """Return the plan of flat keys beside `SMALL`."""
+    return resolve(NeoXConfig.from_flat({**SMALL, **keys}), world_size, 100)
 
 
 @contextmanager

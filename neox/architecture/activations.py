@@ -13,13 +13,23 @@ class Activation:
 
     Attributes:
         width_factor: Width of its input as a multiple of its output: 2 if one half gates the other.
+        kept: What the backward pass of torch's operations needs, its input and output among them, as a multiple of its
+            output. A compiler computes again what it can, and keeps input and output.
     """
 
     width_factor: int = 1
+    kept: int = 2
 
 
-_PLAIN = ("gelu", "gelu_tanh", "relu", "softsign", "swish", "silu", "mish")
-_GATED = ("geglu", "geglu_tanh", "swiglu", "reglu", "glu", "bilinear", "clamped_swiglu")
+_PLAIN = ("gelu", "gelu_tanh", "swish", "silu", "mish")
+_GATED = ("geglu", "geglu_tanh", "swiglu", "reglu", "glu")
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
-    {**dict.fromkeys(_PLAIN, Activation()), **dict.fromkeys(_GATED, Activation(width_factor=2))}
+    {
+        **dict.fromkeys(_PLAIN, Activation()),
+        "relu": Activation(kept=1),  # its output says where it is 0
+        "softsign": Activation(kept=3),
+        **dict.fromkeys(_GATED, Activation(width_factor=2, kept=4)),
+        "bilinear": Activation(width_factor=2, kept=3),
+        "clamped_swiglu": Activation(width_factor=2, kept=7),
+    }
 )

@@ -38,6 +38,7 @@ class Attention:
         takes_softmax: Whether a softmax kernel can compute it, too, which takes no mask of pairs. Others are always
             computed by flash attention.
         value_width: Network -> width of a head's values.
+        is_latent: Whether its keys and values are products of a latent vector.
         cached: (network, tensor ranks) -> number of elements that generation caches per token on one rank.
     """
 
@@ -46,6 +47,7 @@ class Attention:
     keys_per_query: Callable[[Architecture, int], int] = _all_keys
     takes_softmax: bool = False
     value_width: Callable[[Architecture], int] = _head_dim
+    is_latent: bool = False
     cached: Callable[[Architecture, int], int] = _keys_and_values
 
     def score_flops(self, architecture: Architecture, sequence: int) -> int:
@@ -172,6 +174,7 @@ WINDOWED_ATTENTION = Attention(
 SPARSE_ATTENTION = Attention(_self_attention, sees="pattern")
 LATENT_ATTENTION = Attention(
     _latent_attention,
+    is_latent=True,
     value_width=lambda network: network.value_head_dim,
     cached=lambda network, _: network.latent_width + network.rotary_ndims,
 )

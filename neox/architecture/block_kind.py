@@ -21,6 +21,7 @@ class MicroBatch(NamedTuple):
         tp_size: Number of tensor ranks.
         bytes_per_number: Bytes of an element of the hidden states.
         separates_documents: Whether the documents in a row are kept apart.
+        norm_bytes: Bytes of an element by which what a norm keeps exceeds its input.
     """
 
     tokens: int
@@ -29,6 +30,7 @@ class MicroBatch(NamedTuple):
     tp_size: int
     bytes_per_number: int
     separates_documents: bool
+    norm_bytes: int
 
 
 def _nothing_kept(architecture: Architecture, tp_size: int) -> int:

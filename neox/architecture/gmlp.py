@@ -52,15 +52,19 @@ def _gate_activations(architecture: Architecture, batch: MicroBatch, *, has_atte
     """Return the bytes that a block's backward pass needs for one micro batch.
 
     Every tensor rank holds these whole, each 4H wide: the gate joined over ranks, normalised and applied; with
-    attention three more for its values and result. Tensor ranks divide the wide product and its activation (8H each)
-    and the gated half (4H). The matrix over positions is held once.
+    attention three more for its values and result. Tensor ranks divide the wide product and its activation (8H each),
+    of which one rank's gate is a half, and the gated half (4H). The matrix over positions is held once.
     """
     hidden = architecture.hidden_size
+    inner = 4 * hidden
     inputs = 2 * hidden // batch.token_shares  # of the block, and the norm's output
-    gate_tensors = 6 if has_attention else 3
-    whole = inputs + gate_tensors * 4 * hidden
-    divided = (8 + 8 + 4) * hidden // batch.tp_size
-    return batch.bytes_per_number * (batch.tokens * (whole + divided) + batch.sequence**2)
+    gate_tensors = 2 + 3 * has_attention + (batch.tp_size > 1)
+    whole = inputs + gate_tensors * inner
+    divided = (2 + 2 + 1) * inner // batch.tp_size
+    norms = (hidden // batch.token_shares + inner) * batch.norm_bytes
+    return (
+        batch.tokens * ((whole + divided) * batch.bytes_per_number + norms) + batch.sequence**2 * batch.bytes_per_number
+    )
 
 
 def _kind(*, has_attention: bool) -> BlockKind:

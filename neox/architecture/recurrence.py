@@ -149,8 +149,8 @@ def recurrent_block(mixer: Mixer, second: Literal["nothing", "mlp"]) -> BlockKin
         of_mixer = mixer.activations(architecture, batch)
         if has_mlp:
             return of_mixer
-        inputs = 2 * architecture.hidden_size // batch.token_shares  # of the block, and the norm's output
-        return of_mixer + batch.tokens * inputs * batch.bytes_per_number
+        of_element = 2 * batch.bytes_per_number + batch.norm_bytes  # the block's input, and the norm's output
+        return of_mixer + batch.tokens * architecture.hidden_size * of_element // batch.token_shares
 
     def unkept_product(architecture: Architecture, mlp: str) -> str:
         if not has_mlp:

@@ -11,7 +11,7 @@ The sum is in `activation_bytes`. What a key changes:
         checkpoint_num_layers,                   `kept_inputs_on_host`)
         recompute_granularity, partition_activations,
         no_recompute_layers, activation_memory_budget
-    attention_config, attention_dropout,         operands, scores and masks of attention (`_attention_memory`)
+    attention_config, attention_dropout,         operands, scores and masks of attention (`attention.py`)
         reset_attention_mask, attention_softcap, pos_emb
     hidden_dropout, norm, norm_placement,        what a block keeps for each token (`_token_bytes`)
         gpt_j_residual, activation, mlp_width
@@ -57,34 +57,27 @@ from neox.architecture import (
     FP8_QUOTIENTS,
     MASKED_QUERY_BLOCK,
     MASKED_SCORES,
-    MOST_BLOCKED,
     NORMS,
-    POSITIONS,
-    QUERY_BLOCK,
     RESIDUALS,
     Architecture,
+    Attention,
     BlockKind,
     MicroBatch,
     block_kinds,
 )
 from neox.plan.layout import Workload
+from neox.plan.memory.attention import (
+    attention_memory,
+    fixed_bias_bytes,
+    keeps_latent_weights,
+    keeps_scores,
+)
 from neox.plan.memory.head import head_bytes
+from neox.plan.memory.norms import fp32_of_norm
 from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES
 from neox.plan.ranks.stages import StagePlan
 
 _FP32 = 4
-
-
-class AttentionMemory(NamedTuple):
-    """Bytes that attention keeps for one micro batch in a block, without its input and output.
-
-    Attributes:
-        operands: Queries, keys, values and masks, and what flash attention computes from them.
-        scores: What the other kernels keep between these and the output.
-    """
-
-    operands: int
-    scores: int
 
 
 class BlocksMemory(NamedTuple):
@@ -106,28 +99,32 @@ class ActivationMemory(NamedTuple):
         kept: What all micro batches in flight keep.
         head_pass: What the head's forward and backward pass take on top; 0 on stages without it.
         block_pass: What the backward pass of one block takes on top.
+        embedding_pass: What the end of a backward pass takes in all, when the micro batch's activations are freed; 0 on
+            stages without the embedding.
     """
 
     kept: int
     head_pass: int
     block_pass: int
+    embedding_pass: int = 0
 
     @property
     def peak(self) -> int:
         """Bytes at the peak of a training step."""
-        return self.kept + max(self.head_pass, self.block_pass)
+        return max(self.kept + max(self.head_pass, self.block_pass), self.embedding_pass)
 
 
 def activation_bytes(run: Workload, stage: StagePlan) -> ActivationMemory:
     """Return bytes of activations in a training step on one rank of a stage.
 
-    They are what all micro batches in flight keep, and on top the head's pass, then one block's backward pass:
+    They are what all micro batches in flight keep, and on top the head's pass, then one block's backward pass, then the
+    gradient of the embedding:
 
         bytes
           |            _  head, or the backward pass of one block
           |       ____| |__
-          |   ___|         |___      kept by micro batches in flight; the backward pass frees it
-          |__|                 |__
+          |   ___|         |___   _  embedding
+          |__|                 |_| |   kept by micro batches in flight; the backward pass frees it
           +--------------------------> time
              forward     backward
     """
@@ -139,15 +136,18 @@ def activation_bytes(run: Workload, stage: StagePlan) -> ActivationMemory:
     if run.layout.pp_size > 1:
         exchanged = 2 * boundary
     kept = 0
+    kept_by_others = 0  # when the backward pass of a micro batch has come to the embedding
     for layer_range, micro_batches in zip(stage.ranges, _in_flight(run, stage), strict=True):
         of_range = _blocks_memory(run, replace(stage, ranges=(layer_range,)))
-        kept += micro_batches * (of_range.kept + _fixed_bias_bytes(run) + exchanged)
+        of_micro_batch = of_range.kept + fixed_bias_bytes(run) + exchanged
+        kept += micro_batches * of_micro_batch
+        kept_by_others += (micro_batches - (layer_range.start == 0)) * of_micro_batch
 
     # The backward pass begins with the head. Then the blocks are at work, one after the other, with their gradients.
     head_pass = 0
     if stage.holds(run.layers.head.index):
         head_pass = 2 * hidden_states + head_bytes(run)
-        kept += run.tokens * run.network.hidden_size * _fp32_of_norm(run) // run.token_shares  # the final norm's
+        kept += run.tokens * run.network.hidden_size * fp32_of_norm(run) // run.token_shares  # the final norm's
         kept += run.network.mtp_num_layers * _multi_token_bytes(run)
     gathered = 2 * (hidden_states - boundary)  # a product's whole input, and its gradient before it is divided
     tile = _tile_bytes(run)
@@ -155,7 +155,16 @@ def activation_bytes(run: Workload, stage: StagePlan) -> ActivationMemory:
     at_work = max(at_work + tile + tile // 2, _recurrence_pass_bytes(run, stage))
     of_experts = _expert_gradient_bytes(run, stage) + _expert_fp8_bytes(run, stage)
     block_pass = _blocks_memory(run, stage).recomputed + at_work + gathered + of_experts
-    return ActivationMemory(kept, head_pass, block_pass)
+
+    # The gradient of a weight that the head shares waits for the embedding's, and their sum is a third tensor.
+    embedding_pass = 0
+    if stage.holds(0) and run.layers.word_embeddings.trained:
+        gradient = run.layers.word_embeddings.shard_numel(run.layout.tp_size) * run.bytes_per_number
+        embedding_pass = kept_by_others + gradient
+        if stage.holds(run.layers.head.index) and run.layers.head.tied_to == 0:
+            block_pass += gradient
+            embedding_pass += 2 * gradient
+    return ActivationMemory(kept, head_pass, block_pass, embedding_pass)
 
 
 def _blocks_memory(run: Workload, stage: StagePlan) -> BlocksMemory:
@@ -169,12 +178,13 @@ def _blocks_memory(run: Workload, stage: StagePlan) -> BlocksMemory:
     full               inputs of chunks, and blocks that keep all    the longest chunk of blocks
     """
     training = run.config.training
-    size_of_kind = {kind: _kind_bytes(run, BLOCKS[kind]) for kind in set(run.network.attention)}
+    pairs = zip(run.network.attention, run.network.mlp, strict=True)
+    size_of_kind = {pair: _kind_bytes(run, BLOCKS[pair[0]], pair[1]) for pair in set(pairs)}
     sizes = {}
     for layer in stage.entries(run.layers):
         if layer.kind == "block":
             number = layer.index - BLOCK_OFFSET
-            sizes[number] = size_of_kind[run.network.attention[number]]
+            sizes[number] = size_of_kind[run.network.attention[number], run.network.mlp[number]]
     largest = max(sizes.values(), default=0)
     recomputed_runs = _runs_of_recomputed_blocks(run, stage)
     if run.recomputes_blocks:
@@ -196,12 +206,21 @@ def _blocks_memory(run: Workload, stage: StagePlan) -> BlocksMemory:
     if not run.layout.recomputes:
         return BlocksMemory(kept, largest - block_input - int(budget * (largest - block_input)))
 
-    attention = _attention_memory(run)
-    released = attention.scores
+    released = []
+    for number in sizes:
+        if number not in run.layout.no_recompute_blocks:
+            released.append(_released_by_attention(run, BLOCKS[run.network.attention[number]]))
+    return BlocksMemory(kept - sum(released), max(released, default=0))
+
+
+def _released_by_attention(run: Workload, kind: BlockKind) -> int:
+    """Return the bytes of what attention computes again in a block if only it is recomputed, or a part of it."""
+    if kind.attention is None:
+        return 0
+    attention = attention_memory(run, kind.attention)
     if run.layout.recomputed_part == "full_attn":
-        released += attention.operands
-    recomputing = sum(recomputed_runs)
-    return BlocksMemory(kept - recomputing * released, min(recomputing, 1) * released)
+        return attention.scores + attention.operands
+    return attention.scores
 
 
 def _multi_token_bytes(run: Workload) -> int:
@@ -214,22 +233,19 @@ def _multi_token_bytes(run: Workload) -> int:
     last = network.num_layers - 1
     hidden_states = run.tokens * network.hidden_size * run.bytes_per_number
     share = hidden_states // run.token_shares
-    of_block = _kind_bytes(run, BLOCKS[network.attention[last]])
+    of_block = _kind_bytes(run, BLOCKS[network.attention[last]], network.mlp[last])
     if run.layout.recomputes and last not in run.layout.no_recompute_blocks:
-        attention = _attention_memory(run)
         if run.recomputes_blocks:
             of_block = _one_chunk_input(run)
-        elif run.layout.recomputed_part == "full_attn":
-            of_block -= attention.scores + attention.operands
         else:
-            of_block -= attention.scores
+            of_block -= _released_by_attention(run, BLOCKS[network.attention[last]])
     elif run.config.training.activation_memory_budget is not None:
         of_block = share + int(run.config.training.activation_memory_budget * (of_block - share))
-    norms = 3 * run.tokens * network.hidden_size * _fp32_of_norm(run) // run.token_shares
+    norms = 3 * run.tokens * network.hidden_size * fp32_of_norm(run) // run.token_shares
     kept = 4 * share + hidden_states + norms + of_block
     lora = run.layers.lora
     if lora is not None:
-        if _fp32_of_norm(run):  # none of the norm of later tokens, which nothing trains
+        if fp32_of_norm(run):  # none of the norm of later tokens, which nothing trains
             kept -= (2 + 2) * run.tokens * network.hidden_size * _FP32 // run.token_shares
         if "eh_proj" not in lora.targets:
             kept -= 2 * share
@@ -292,28 +308,36 @@ def _runs_of_recomputed_blocks(run: Workload, stage: StagePlan) -> list[int]:
 
 def block_bytes(run: Workload) -> int:
     """Return bytes that the backward pass of one block needs, for one micro batch."""
-    return max(_kind_bytes(run, kind) for kind in block_kinds(run.network))
+    network = run.network
+    kinds = set(zip(network.attention, network.mlp, strict=True))
+    return max(_kind_bytes(run, BLOCKS[kind], mlp) for kind, mlp in kinds)
 
 
 def _block_gradient_bytes(run: Workload) -> int:
     """Return the bytes of gradients in the backward pass of one block, on top of what the block keeps.
 
-    Of an MLP: of its output, (1 + 1) x H x number with the residual stream's, and of the activation's input, whose
-    output is freed by then. Of attention: of its output and operands, while the MLP's activations are freed; torch's
-    other kernel on CPUs has two fp32 gradients of all weights. And the newest gradient of a weight. Blocks that keep
-    scores, experts, or no attention take half of what they keep.
+    Of an MLP: of its output, and of the activation's input, whose output is freed by then, and the newest gradient of a
+    weight. Of attention, while the MLP's activations are freed: of its output and operands, or of all weights of pairs
+    before and after the softmax. The residual stream has another gradient than the output if this is scaled, dropped
+    or normalised, and in compiled layers (measured on an H100). Blocks with experts or without attention take half of
+    what they keep.
     """
     network = run.network
-    has_only_attention = all(kind.activations is None for kind in block_kinds(network))
-    attention = _attention_memory(run)
-    if not has_only_attention or network.num_experts or run.in_tiles or attention.scores or _goes_by_blocks(run):
+    kinds = block_kinds(network)
+    if any(kind.activations is not None for kind in kinds) or network.num_experts or run.in_tiles:
         return block_bytes(run) // 2
-    hidden_states = 2 * run.tokens * network.hidden_size * run.bytes_per_number // run.token_shares
+    streams = 1
+    norms = RESIDUALS[network.residual].norms
+    changes_output = run.config.training.hidden_dropout or network.residual_multiplier != 1 or norms.after_mlp
+    if changes_output or run.compiles_layers:
+        streams += 1
+    hidden_states = streams * run.tokens * network.hidden_size * run.bytes_per_number // run.token_shares
     product = ACTIVATIONS[network.activation].width_factor * network.mlp_width * run.bytes_per_number
     of_mlp = run.tokens * product // run.layout.tp_size
-    of_attention = attention.operands
-    if not run.gathers_keys and _keeps_latent_weights(run):
-        of_attention = 2 * run.tokens * network.num_attention_heads * run.sequence_length * _FP32 // run.layout.tp_size
+    of_attention = 0
+    for kind in kinds:
+        if kind.attention is not None:
+            of_attention = max(of_attention, _attention_gradient_bytes(run, kind.attention))
     of_attention -= run.tokens * _mlp_bytes(run, network.mlp_width)
     largest = 0
     for layer in run.layers:
@@ -324,21 +348,32 @@ def _block_gradient_bytes(run: Workload) -> int:
     return hidden_states + max(of_mlp, of_attention) + largest * run.bytes_per_number
 
 
+def _attention_gradient_bytes(run: Workload, attention: Attention) -> int:
+    """Return the bytes of gradients in the backward pass of attention: of its operands, or twice of all weights."""
+    if keeps_latent_weights(run, attention) and not run.gathers_keys:
+        return 2 * run.tokens * run.network.num_attention_heads * run.sequence_length * _FP32 // run.layout.tp_size
+    if keeps_scores(run, attention):
+        gradients = 3 if run.network.attention_sinks else 2  # one more with the sinks' scores
+        pairs = run.network.num_attention_heads * run.sequence_length // run.layout.tp_size
+        return gradients * run.tokens * pairs * run.bytes_per_number
+    return attention_memory(run, attention).operands
+
+
 def _unkept_bytes(run: Workload) -> int:
-    """Return the bytes for one token that a block of frozen weights and adapters does not keep, unlike a trained one.
+    """Return the bytes for one token that a block of frozen weights does not keep, unlike a trained one.
 
     They are the inputs of linear layers without an adapter, and of norms by steps the normalised input in fp32, which
     only the gradient of their scale needs.
     """
     network = run.network
     lora = run.layers.lora
-    if lora is None:
+    if lora is None and not network.soft_prompt_tokens:
         return 0
-    adapted = frozenset(lora.targets)
+    adapted = frozenset(lora.targets if lora is not None else ())
     number = run.bytes_per_number
     norms = RESIDUALS[network.residual].norms
     hidden = 0
-    if _fp32_of_norm(run):
+    if fp32_of_norm(run):
         hidden += norms.number * _FP32 * network.hidden_size
     unkept = hidden // run.token_shares
     if network.latent_width and run.on_cpu:
@@ -362,19 +397,20 @@ def _unkept_bytes(run: Workload) -> int:
     return unkept
 
 
-def _kind_bytes(run: Workload, kind: BlockKind) -> int:
-    """Return bytes that a block of one kind keeps for its backward pass, for one micro batch."""
+def _kind_bytes(run: Workload, kind: BlockKind, mlp: str) -> int:
+    """Return bytes that a block with a kind of MLP keeps for its backward pass, for one micro batch."""
     network = run.network
     if kind.activations is None:
         values = network.num_attention_heads * (network.value_head_dim or network.head_dim)
         of_output = values * run.bytes_per_number // run.layout.tp_size  # attention's output is split
-        of_token = _token_bytes(run) + of_output
+        of_token = _token_bytes(run, mlp) + of_output
         if not network.num_experts and not run.in_tiles:
             of_token -= _unkept_bytes(run)
-        return run.tokens * of_token + sum(_attention_memory(run))
+        assert kind.attention is not None
+        return run.tokens * of_token + sum(attention_memory(run, kind.attention))
     of_mixer = kind.activations(network, _micro_batch(run))
     if kind.two_sublayers:
-        return of_mixer + run.tokens * _token_bytes(run)
+        return of_mixer + run.tokens * _token_bytes(run, mlp)
     return of_mixer
 
 
@@ -387,6 +423,7 @@ def _micro_batch(run: Workload) -> MicroBatch:
         run.layout.tp_size,
         run.bytes_per_number,
         run.separates_documents,
+        fp32_of_norm(run),
     )
 
 
@@ -394,25 +431,31 @@ def _recurrence_pass_bytes(run: Workload, stage: StagePlan) -> int:
     """Return the bytes of the backward pass of a recurrence, the most of all blocks of a stage; 0 without any.
 
     On top of what is kept come all tensors that it computes again, and the gradients of two hidden states; the gradient
-    of its output takes the place of the output. What the block keeps behind the recurrence has been freed.
+    of its output takes the place of the output. What the block keeps behind the recurrence has been freed, and what
+    later blocks keep.
     """
     most = 0
+    of_later_blocks = 0
     batch = _micro_batch(run)
     hidden_states = 2 * run.tokens * run.network.hidden_size * run.bytes_per_number // run.token_shares
-    for layer in stage.entries(run.layers):
-        if layer.kind == "block":
-            kind = BLOCKS[run.network.attention[layer.index - BLOCK_OFFSET]]
-            recomputed = kind.recomputed(run.network, batch)
-            if not recomputed:
-                continue
-            freed = kind.behind(run.network, batch)
+    for layer in reversed(stage.entries(run.layers)):
+        if layer.kind != "block":
+            continue
+        number = layer.index - BLOCK_OFFSET
+        kind = BLOCKS[run.network.attention[number]]
+        mlp = run.network.mlp[number]
+        recomputed = kind.recomputed(run.network, batch)
+        if recomputed:
+            freed = of_later_blocks + kind.behind(run.network, batch)
             if kind.two_sublayers:
-                freed += run.tokens * _second_sublayer_bytes(run)
+                freed += run.tokens * _second_sublayer_bytes(run, mlp)
             most = max(most, recomputed + hidden_states - freed)
+        if not run.layout.recomputes:
+            of_later_blocks += _kind_bytes(run, kind, mlp)
     return most
 
 
-def _token_bytes(run: Workload) -> int:
+def _token_bytes(run: Workload, mlp: str) -> int:
     """Return bytes that a block of two sublayers keeps for one token, without its attention or mixer.
 
     Tensors of width H are on every tensor rank, for all tokens or its share.
@@ -429,29 +472,17 @@ def _token_bytes(run: Workload) -> int:
     norms = RESIDUALS[network.residual].norms.number
     if run.in_tiles:
         norms = 0 if NORMS[network.norm].by_steps else norms - _norms_in_tiles(network)
-    whole += norms * _fp32_of_norm(run) * hidden
+    whole += norms * fp32_of_norm(run) * hidden
     if run.config.training.hidden_dropout:
         whole += 2 * hidden  # two masks of one byte
-    return whole // run.token_shares + _second_sublayer_bytes(run)
+    return whole // run.token_shares + _second_sublayer_bytes(run, mlp)
 
 
-def _fp32_of_norm(run: Workload) -> int:
-    """Return the bytes for one element by which two fp32 tensors, if a norm keeps these, exceed its input; else 0."""
-    norm = NORMS[run.network.norm]
-    if norm.by_steps or (norm.by_steps_on_cpu and run.on_cpu):
-        return 2 * _FP32 - run.bytes_per_number
-    return 0
-
-
-def _second_sublayer_bytes(run: Workload) -> int:
-    """Return bytes that an MLP or a mixture of experts keeps for one token, the larger of both if blocks differ."""
-    network = run.network
-    mlp = 0
-    if len(network.expert_blocks) < network.num_layers and not run.in_tiles:
-        mlp = _mlp_bytes(run, network.mlp_width)
-    if network.num_experts:
-        mlp = max(mlp, _expert_bytes(run))
-    return mlp
+def _second_sublayer_bytes(run: Workload, mlp: str) -> int:
+    """Return bytes that an MLP or a mixture of experts keeps for one token; 0 in tiles."""
+    if mlp == "experts":
+        return _expert_bytes(run)
+    return 0 if run.in_tiles else _mlp_bytes(run, run.network.mlp_width)
 
 
 def _norms_in_tiles(network: Architecture) -> int:
@@ -468,7 +499,7 @@ def _tile_bytes(run: Workload) -> int:
     if not run.in_tiles:
         return 0
     hidden = (1 + _norms_in_tiles(network)) * network.hidden_size * run.bytes_per_number
-    if _fp32_of_norm(run):
+    if fp32_of_norm(run):
         hidden += 2 * _FP32 * network.hidden_size
     of_token = hidden + _mlp_bytes(run, network.mlp_width)
     return run.layout.micro_batch_size * run.layout.tile_tokens * of_token
@@ -512,10 +543,10 @@ def _block_scores(run: Workload) -> int:
 def _mlp_bytes(run: Workload, width: int) -> int:
     """Return bytes that an MLP of a width keeps for one token: its first product, and what the activation makes of it.
 
-    (width factor + 1) x width x number / split.
+    `Activation.kept` x width x number / split, or compiled (width factor + 1) x width x number / split.
     """
-    network = run.network
-    tensors = ACTIVATIONS[network.activation].width_factor + 1
+    activation = ACTIVATIONS[run.network.activation]
+    tensors = activation.width_factor + 1 if run.compiles_layers else activation.kept
     return tensors * width * run.bytes_per_number // run.layout.tp_size
 
 
@@ -577,210 +608,3 @@ def _expert_fp8_bytes(run: Workload, stage: StagePlan) -> int:
     of_rows = matrix + rows * max(network.hidden_size, width)
     of_weights = filled * (network.hidden_size + width + 2 * max(network.hidden_size, width))
     return max(of_rows, of_weights) + _FP32 * min(FP8_QUOTIENTS, max(matrix, filled * width))
-
-
-def _attention_memory(run: Workload) -> AttentionMemory:
-    """Return what attention keeps for one micro batch in a block."""
-    network = run.network
-    number = run.bytes_per_number
-    split = run.layout.tp_size
-    operands = run.tokens * _operand_bytes(run)
-    if _needs_dense_mask(run):
-        operands += _dense_mask_bytes(run)
-    bias = 0
-    if _trains_bias(network):
-        bias = network.num_attention_heads * run.sequence_length * run.queries * number // split
-    scores = 0
-    keeps_scores = run.layout.attention != "flash" or run.config.training.attention_backend == "math"
-    if keeps_scores or bias:  # no kernel takes a trained bias
-        scores = run.tokens * _score_bytes(run)
-    return AttentionMemory(operands, scores + bias)
-
-
-def _operand_bytes(run: Workload) -> int:
-    """Return bytes of queries, keys and values for one token, in all forms that the backward pass needs.
-
-    (heads + 2 x stored keys) x number / split, and as much again as is rotated, normalised or repeated. If a CPU goes
-    by blocks of queries, the weights of half of all pairs take the place of rotated queries and keys. Context ranks
-    that gather keys and values keep copies of only their own, or of all of them in compiled layers.
-    """
-    if run.network.latent_width and not run.gathers_keys:
-        return _latent_operand_bytes(run)
-    network = run.network
-    number = run.bytes_per_number
-    split = run.layout.tp_size
-    heads = network.num_attention_heads * network.head_dim
-    keys = network.attended_heads * network.head_dim
-    stored_keys = network.num_kv_heads * network.head_dim
-    total = (heads + 2 * stored_keys) * number // split
-    rotates = POSITIONS[network.positions].rotates
-    if run.gathers_keys:
-        copies = 2 * keys * (run.layout.cp_size if run.keeps_gathered_keys else 1)
-        if rotates and run.keeps_gathered_keys:
-            copies += heads + keys
-        elif rotates:  # the copies take the place of what is not rotated
-            copies += keys - 2 * stored_keys
-        total += copies * number // split
-    elif _goes_by_blocks(run):
-        total += _block_weight_bytes(run)
-    elif rotates:
-        total += (heads + keys) * number // split
-    if network.latent_width:  # with context ranks
-        total += _latent_vector_bytes(run)
-        if not run.keeps_gathered_keys:  # the copies take the place of keys, and hold values of their own width
-            narrower = network.num_attention_heads * (network.head_dim - network.value_head_dim)
-            total -= (keys + narrower) * number // split
-    if network.qk_norm != "none":
-        total += (heads + 3 * keys - 2 * stored_keys) * number // split
-        total += (heads + stored_keys) * _fp32_of_norm(run) // split
-    if network.attention_output_gate:  # its logits, which share memory with the values, its sigmoid, gated outputs
-        total += 3 * heads * number // split
-    return total
-
-
-def _block_weight_bytes(run: Workload) -> int:
-    """Return bytes of the weights of all blocks of queries for one token: heads x visible pairs x number / split."""
-    blocks = -(-run.sequence_length // QUERY_BLOCK)
-    pairs = run.sequence_length * (blocks + 1) // (2 * blocks)
-    return run.network.num_attention_heads * pairs * run.bytes_per_number // run.layout.tp_size
-
-
-def _latent_operand_bytes(run: Workload) -> int:
-    """Return bytes of the operands of latent attention for one token.
-
-    Queries and keys with positions, and the product of the latent vector whose second half the values are: heads x
-    (2 x head size + other dims + value size) x number / split. And the latent vectors.
-
-    torch's flash attention of CPUs takes values only as wide as keys. Its other kernel keeps queries, keys and the
-    weights of all pairs, in fp32.
-    """
-    network = run.network
-    number = run.bytes_per_number
-    heads = network.num_attention_heads
-    plain = network.head_dim - network.rotary_ndims
-    products = heads * (2 * network.head_dim + plain + network.value_head_dim) * number // run.layout.tp_size
-    total = products + _latent_vector_bytes(run)
-    if _goes_by_blocks(run):
-        return total + _block_weight_bytes(run)
-    if _keeps_latent_weights(run):
-        copies = 2 * network.head_dim * (_FP32 - number)
-        total += heads * (run.sequence_length * _FP32 + copies) // run.layout.tp_size
-    return total
-
-
-def _keeps_latent_weights(run: Workload) -> bool:
-    """Return whether a CPU keeps all weights in fp32, as values are not as wide as keys."""
-    network = run.network
-    is_plain = not run.separates_documents and _sees_all_earlier(network) and run.layout.attention == "flash"
-    chooses = run.config.training.attention_backend == "auto"
-    is_latent = network.latent_width > 0
-    return run.on_cpu and is_latent and is_plain and chooses and network.value_head_dim != network.head_dim
-
-
-def _latent_vector_bytes(run: Workload) -> int:
-    """Return bytes of the latent vectors of one token, which every tensor rank has, or a share of the tokens'.
-
-    What their norms make of them, and their inputs; on a CPU two fp32 tensors of each in place of the input, among them
-    the input if it is fp32. The key that heads share stands in the same tensor as the input.
-    """
-    network = run.network
-    number = run.bytes_per_number
-    widths = network.latent_width + network.query_latent_width
-    if not run.on_cpu:
-        return (2 * widths + network.rotary_ndims) * number // run.token_shares
-    total = widths * (number + 2 * _FP32)
-    if number == _FP32:
-        total += network.rotary_ndims * number
-    return total // run.token_shares
-
-
-def _score_bytes(run: Workload) -> int:
-    """Return bytes that a kernel other than flash keeps for one token.
-
-    Scaled queries and copies of keys and values: (heads + 2 x keys) x number / split. For each head and key the
-    weight, with a bound the bounded score, and with dropout the dropped weight and a mask of one byte.
-    """
-    network = run.network
-    number = run.bytes_per_number
-    split = run.layout.tp_size
-    heads = network.num_attention_heads * network.head_dim
-    keys = network.attended_heads * network.head_dim
-    per_score = number
-    if network.attention_softcap:
-        per_score += number  # the bounded score
-    if run.config.training.attention_dropout:
-        per_score += number + 1
-    if run.gathers_keys:
-        keys *= run.layout.cp_size
-    copies = (heads + 2 * keys) * number // split
-    return copies + per_score * network.num_attention_heads * run.sequence_length // split
-
-
-def _needs_dense_mask(run: Workload) -> bool:
-    """Return whether which pairs see each other is a tensor of all pairs, instead of blocks of visible ones."""
-    network = run.network
-    if not run.separates_documents and _sees_all_earlier(network):
-        return False
-    if run.layout.attention != "flash" or POSITIONS[network.positions].biases_scores:
-        return True
-    if run.config.training.attention_backend not in ("auto", "flex"):
-        return True
-    return run.config.training.attention_dropout > 0 and not run.on_cpu  # the GPU's kernel for blocks has no dropout
-
-
-def _dense_mask_bytes(run: Workload) -> int:
-    """Return bytes of a mask of all pairs: one for each pair, and for each row and each head if theirs differ.
-
-    Flash attention takes a bias of scores and the mask as one tensor, a number for each pair and head.
-    """
-    network = run.network
-    heads = network.num_attention_heads // run.layout.tp_size
-    pairs: int = run.sequence_length * run.queries
-    if run.separates_documents:
-        pairs *= run.layout.micro_batch_size
-    if run.layout.attention == "flash" and POSITIONS[network.positions].biases_scores:
-        return pairs * heads * run.bytes_per_number
-    if _seen(network) >= {"pattern"}:
-        pairs *= heads
-    return pairs
-
-
-def _sees_all_earlier(network: Architecture) -> bool:
-    """Return whether the queries of each block of a causal network see all earlier keys of the document."""
-    return _seen(network) <= {"all"}
-
-
-def _seen(network: Architecture) -> set[str]:
-    """Return which earlier tokens the queries of the network's blocks see (`Attention.sees`)."""
-    return {kind.attention.sees for kind in block_kinds(network) if kind.attention is not None}
-
-
-def _goes_by_blocks(run: Workload) -> bool:
-    """Return whether attention to all earlier keys goes by blocks of queries, which keep their weights."""
-    network = run.network
-    if not run.on_cpu or run.layout.attention != "flash" or run.precision == "fp16":
-        return False
-    if run.config.training.attention_backend != "auto":
-        return False
-    if run.gathers_keys:
-        return False
-    if network.bidirectional or run.separates_documents or not _sees_all_earlier(network):
-        return False
-    if POSITIONS[network.positions].biases_scores or run.config.training.attention_dropout:
-        return False
-    return run.sequence_length <= MOST_BLOCKED
-
-
-def _trains_bias(network: Architecture) -> bool:
-    """Return whether positions add a bias of scores that is trained."""
-    positions = POSITIONS[network.positions]
-    return positions.biases_scores and bool(positions.shared(network))
-
-
-def _fixed_bias_bytes(run: Workload) -> int:
-    """Return bytes of a bias of scores that is not trained, one for all blocks: query heads x sequence^2 x number."""
-    network = run.network
-    if not POSITIONS[network.positions].biases_scores or _trains_bias(network):
-        return 0
-    heads = network.num_attention_heads // run.layout.tp_size
-    return heads * run.sequence_length * run.queries * run.bytes_per_number

@@ -8,6 +8,7 @@ The formulas use the terms of `activations.py`, and
 from __future__ import annotations
 
 from neox.architecture import LOSS_CHUNK
+from neox.devices import family_has
 from neox.plan.layout import Workload
 
 _FP32 = 4
@@ -21,9 +22,10 @@ def head_bytes(run: Workload) -> int:
 
     Kept until the backward pass: the gradients of the hidden states, predicted tokens x H x number, and of the head's
     weight in fp32, vocabulary / tp_size x H x 4, if it is trained. Added to them is the larger of the temporaries of a
-    chunk and the weight's gradient in the weight's dtype. Preference losses copy the hidden states of answers, at worst
-    of all tokens. A teacher's ids and logits take 12 x tokens x logits per token. Each module of multi-token prediction
-    goes through the head, too, and has gradients of its own until the backward pass adds them up.
+    chunk, with what it adds to the weight's gradient, and of that gradient in the weight's dtype. Preference losses
+    copy the hidden states of answers, at worst of all tokens. A teacher's ids and logits take 12 x tokens x logits per
+    token. Each module of multi-token prediction goes through the head, too, and has gradients of its own until the
+    backward pass adds them up.
     """
     if run.network.score_head:
         return 0  # scores of a few tokens only
@@ -40,11 +42,18 @@ def head_bytes(run: Workload) -> int:
     teacher = tokens * run.config.distillation.logits_of_token * (_INT64 + _FP32)
     heads = 1 + run.network.mtp_num_layers
     kept = heads * (hidden_states + _FP32 * weight)
-    return kept + teacher + max(_chunk_bytes(run, tokens), weight_gradient)
+    return kept + teacher + max(_chunk_bytes(run, tokens, weight_gradient), weight_gradient)
 
 
-def _chunk_bytes(run: Workload, tokens: int) -> int:
-    """Return the bytes of the temporaries of one chunk of tokens."""
+def _chunk_bytes(run: Workload, tokens: int, product: int) -> int:
+    """Return the bytes of the temporaries of one chunk of tokens.
+
+    Args:
+        run: The run.
+        tokens: Predicted tokens on this rank.
+        product: Bytes of what the chunk adds to the weight's gradient, next to the gradient of its logits; some devices
+            add it inside the product.
+    """
     vocabulary = run.layers.padded_vocab_size // run.layout.tp_size
     largest_chunk = LOSS_CHUNK["cpu" if run.on_cpu else "accelerator"]
     rows = min(tokens, max(1, largest_chunk // vocabulary))
@@ -53,7 +62,11 @@ def _chunk_bytes(run: Workload, tokens: int) -> int:
         bytes_per_logit *= 2  # the derivative of the softcap
     if run.config.distillation.logits_of_token or run.on_cpu:
         bytes_per_logit += _fp32_bytes(run)
-    return rows * (vocabulary * bytes_per_logit + run.config.distillation.logits_of_token * _TEACHER_TEMPORARIES)
+    of_gradient = 0
+    if not family_has(run.family, "product_added_to_fp32"):
+        of_gradient = rows * vocabulary * run.bytes_per_number + product
+    of_loss = rows * (vocabulary * bytes_per_logit + run.config.distillation.logits_of_token * _TEACHER_TEMPORARIES)
+    return max(of_loss, of_gradient)
 
 
 def _fp32_bytes(run: Workload) -> int:

@@ -383,7 +383,7 @@ class Zero3(_ReducedByZero):
         """Return bytes of both passes: the backward pass of blocks runs without the weights that it has used up."""
         head = activations.kept + activations.head_pass + self.held_during_passes()
         blocks = activations.kept + activations.block_pass + self._gathered(self.count.held - self.count.used_up)
-        return max(head, blocks)
+        return max(head, blocks, activations.embedding_pass)
 
     def _gathered(self, used: int) -> int:
         """Return bytes of the gathered weights, if a rank has a use for so many elements.

@@ -234,7 +234,9 @@ def test_memory_is_what_the_plan_says(
 
     held, _ = held_and_peak(lambda: block(x, context)[0])
     _, most = held_and_peak(lambda: block.att._between(*parts, context).backward(gradient))
-    batch = MicroBatch(length, length, token_shares=1, tp_size=1, bytes_per_number=4, separates_documents=separates)
+    batch = MicroBatch(
+        length, length, token_shares=1, tp_size=1, bytes_per_number=4, separates_documents=separates, norm_bytes=0
+    )
     kind = BLOCKS["rwkv"]
     assert kind.activations is not None
     assert kind.activations(plan.architecture, batch) == pytest.approx(held, rel=0.05)  # its input, not its output

@@ -70,7 +70,7 @@ class TestNearestSettings:
             assert "more ranks" not in problem.text
 
 
-FUSED = {**SIZES, "scaled_upper_triang_masked_softmax_fusion": True}
+FUSED = {**SIZES, "seq_length": 256, "scaled_upper_triang_masked_softmax_fusion": True}
 
 
 @pytest.mark.parametrize(

@@ -83,5 +83,7 @@ def test_the_backward_pass_takes_the_planned_memory(sizes: tuple[int, int, int, 
     for change in sorted(changes, key=lambda event: event.start_ns()):
         held += change.nbytes()
         most = max(most, held)
-    batch = MicroBatch(length, length, token_shares=1, tp_size=1, bytes_per_number=4, separates_documents=separates)
+    batch = MicroBatch(
+        length, length, token_shares=1, tp_size=1, bytes_per_number=4, separates_documents=separates, norm_bytes=0
+    )
     assert BLOCKS["gated_delta"].recomputed(network, batch) == pytest.approx(most, rel=0.05)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
 from neox.architecture import BLOCK_OFFSET
+from neox.architecture.attention import LATENT_ATTENTION
 from neox.config import NeoXConfig
 from neox.model import BlockContext, build_layer
 from neox.ops import DTYPES
 from neox.parallel import ParallelGrid
 from neox.plan import resolve
-from neox.plan.memory.activations import _attention_memory
+from neox.plan.memory.attention import attention_memory
 
 LATENT = {
     "num_layers": 1,
@@ -69,5 +68,5 @@ def test_what_autograd_keeps_is_planned(shape: str, precision: str) -> None:
     found = sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in there)
     number = x.element_size()
     output = keys["seq_length"] * keys["num_attention_heads"] * keys["v_head_dim"] * number
-    planned = sum(_attention_memory(replace(plan.workload, family="cpu")))
+    planned = sum(attention_memory(plan.workload_on("cpu"), LATENT_ATTENTION))
     assert planned == pytest.approx(found - output, rel=0.02)
