@@ -83,7 +83,7 @@ KEYS_OF_ZERO_3: tuple[dict[str, Any], ...] = (
 )
 OUTSIDE: tuple[dict[str, Any], ...] = (
     {"prescale_gradients": True},
-    {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    {"gradient_predivide_factor": 2.0},
     {"communication_data_type": "fp32"},
     {"fp32_allreduce": True},
     {"data_types": {"grad_accum_dtype": "fp32"}},

@@ -44,7 +44,7 @@ PARAMETERS = {
     "mixtral-dolphin-v2.5": 46_702_792_704 + 2 * 2 * 4096,  # with two more tokens than Mixtral
     "qwen3.5-2b": 1_881_825_088,
 }
-"""Parameters as the hub or the index (`total_parameters`) states them."""
+"""Parameters: of Qwen3.5 2B as its index states them (`total_parameters`), of the others as counted here once."""
 
 
 def names_of(tensors: dict[str, Any]) -> Iterator[str]:

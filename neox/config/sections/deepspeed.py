@@ -342,10 +342,12 @@ class DeepSpeedConfig(Section):
     """Reduce gradients in fp32."""
 
     prescale_gradients: bool = False
-    """Divide gradients before the reduction. With ZeRO 2 and 3 it needs `reduce_scatter: false`."""
+    """Divide gradients by the number of data ranks before the reduction, not after it. With ZeRO 2 and 3 it needs
+    `reduce_scatter: false`."""
 
-    gradient_predivide_factor: Annotated[PositiveFloat, OnlyWith("prescale_gradients")] = 1.0
-    """Divisor of prescale_gradients."""
+    gradient_predivide_factor: Annotated[PositiveFloat, OnlyWith("prescale_gradients", (False,))] = 1.0
+    """Divide gradients by this factor before the reduction, and by the rest of the number of data ranks after it, so
+    that a sum in 16 bits is smaller. With ZeRO 2 and 3 it needs `reduce_scatter: false`."""
 
     zero_allow_untested_optimizer: bool = False
     """Let DeepSpeed run ZeRO with an optimizer that it does not know."""

@@ -74,11 +74,18 @@ def _accumulation(config: NeoXConfig) -> Iterator[Problem]:
 
 def _prescaled(config: NeoXConfig) -> Iterator[Problem]:
     """Yield that DeepSpeed's reduce-scatter, its default where gradients are divided, divides them afterwards."""
-    zero = config.deepspeed.zero_optimization
-    if config.deepspeed.prescale_gradients and zero.stage >= 2 and zero.reduce_scatter is not False:
-        stage = config.describe_setting(_STAGE)
-        rule = f"does not work with DeepSpeed's reduce-scatter and {stage}; set reduce_scatter: false, or remove it"
-        yield config.problem("prescale_gradients", rule, _STAGE, "zero_optimization.reduce_scatter")
+    keys = config.deepspeed
+    zero = keys.zero_optimization
+    if zero.stage < 2 or zero.reduce_scatter is False:
+        return
+    stage = config.describe_setting(_STAGE)
+    rule = f"does not work with DeepSpeed's reduce-scatter and {stage}; set reduce_scatter: false, or remove it"
+    for key, divides in (
+        ("prescale_gradients", keys.prescale_gradients),
+        ("gradient_predivide_factor", keys.gradient_predivide_factor != 1.0),
+    ):
+        if divides:
+            yield config.problem(key, rule, _STAGE, "zero_optimization.reduce_scatter")
 
 
 def _bf16_states(config: NeoXConfig) -> Iterator[Problem]:

@@ -292,9 +292,9 @@ VIOLATIONS: list[tuple[str, tuple[str, ...], dict[str, Any]]] = [
         {"prescale_gradients": True, ZERO: {"stage": 2}},
     ),
     (
-        "prescale_gradients",
+        "gradient_predivide_factor",
         ("zero_optimization.stage", "zero_optimization.reduce_scatter"),
-        {"prescale_gradients": True, "gradient_predivide_factor": 2.0, ZERO: {"stage": 3, "reduce_scatter": True}},
+        {"gradient_predivide_factor": 2.0, ZERO: {"stage": 3, "reduce_scatter": True}},
     ),
     (
         "zero_optimization.zero_quantized_gradients",
