@@ -13,6 +13,7 @@ import pytest
 
 from neox.checkpoint.save_directory.best import BEST, BestRule, read_best
 from neox.checkpoint.save_directory.staging import is_kept_from_deletion, kept_from_deletion
+from neox.checkpoint_files.manifest import write_manifest
 from neox.config import NeoXConfig
 from neox.data.run_data import DataIterators, EvaluationSet
 from neox.data.token_files.sidecar import Sidecar, write_sidecar
@@ -50,7 +51,7 @@ print("verified: yes")
 def checkpoint(save: Path, step: int) -> Path:
     path = save / f"global_step{step}"
     path.mkdir(parents=True)
-    (path / "manifest.json").write_text("{}")
+    write_manifest(path, step, step)
     return path
 
 
