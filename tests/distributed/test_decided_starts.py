@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from neox.decisions.checkpoint import choose_checkpoint
-from neox.errors import StaleStartError
+from neox.errors import CheckpointError, StaleStartError
 from neox.plan import RunPlan, decode_payload, encode_payload
 from neox.plan.run_identity import RUN_FILE
 from neox.plan.run_start import ChosenStart, StartMode
+from neox.storage import cache_folder
 from neox.train.failures import failure_report
 from tests.distributed.spawn import run_ranks
 from tests.distributed.training_runs import tiny_plan
@@ -78,6 +79,26 @@ def test_a_checkpoint_that_the_launcher_did_not_see_decides_warm_up_and_precisio
     start, decisions = verified_choice(plan)
     assert start.step == 10
     assert {decision.key: decision.value for decision in decisions} == {"lr_warmup_iters": 5.0}
+
+
+def test_a_run_in_save_is_resumed_although_its_first_checkpoint_cannot_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from neox.engine.checkpoints import run_start
+
+    cache = tmp_path / "cache"
+    keys = {"load": str(cache_folder("s3://bucket/base", cache)), "checkpoint_cache_dir": str(cache)}
+    plan = tiny_plan(1, save=str(tmp_path / "save"), **keys)
+    put(tmp_path / "save", 10, plan.config)
+
+    def refuse(*arguments: object) -> None:
+        raise CheckpointError("no access")
+
+    monkeypatch.setattr(run_start, "find_remote", refuse)
+    assert run_start.verified_choice(plan)[0].step == 10
+    shutil.rmtree(tmp_path / "save")
+    with pytest.raises(CheckpointError, match="no access"):
+        run_start.verified_choice(plan)
 
 
 def agreed(directories: list[Path], followed: str) -> object:

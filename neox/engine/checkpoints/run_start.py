@@ -149,13 +149,14 @@ def verified_choice(plan: RunPlan, damaged: Collection[Path] = ()) -> tuple[Chos
     launchers = plan.start
     if launchers is not None:
         damaged = {*damaged, *map(Path, launchers.damaged)}
-    load = None if keys.load is None else Path(keys.load)
-    address = None if load is None else cached_address(load, keys.checkpoint_cache_dir)
-    if load is not None and address is not None and not load.exists():
-        # A launcher on another machine has fetched the checkpoint to its own disk; this one has none yet.
-        partial_copy(find_remote(address, keys.iteration), load)
-
     own = choose_checkpoint(plan.config, damaged)
+    load = None if keys.load is None else Path(keys.load)
+    if load is not None and own.start.directory == keys.load and own.start.checkpoint is None and not load.exists():
+        address = cached_address(load, keys.checkpoint_cache_dir)
+        if address is not None:
+            # A launcher on another machine has fetched the checkpoint to its own disk; this one has none yet.
+            partial_copy(find_remote(address, keys.iteration), load)
+            own = choose_checkpoint(plan.config, damaged)
     for problem in own.problems:
         kind = NoCheckpointError if own.none_complete else CheckpointError
         raise kind(str(problem))
@@ -286,7 +287,7 @@ def _nothing_to_load(plan: RunPlan) -> str:
     if not load.is_dir():
         return f"load: {load} is not a directory, and there is nothing to resume from; {WITHOUT_LOAD}"
     if keys.iteration is not None and contains_checkpoints(load):
-        names = names_of_checkpoints(load) or "none"
+        names = names_of_checkpoints(load) or load.resolve().name
         return f"iteration: {load / step_directory(keys.iteration)} does not exist; {load} has: {names}"
     return f"load: no complete checkpoint in {load}: no global_stepN directories; {WITHOUT_LOAD}"
 
