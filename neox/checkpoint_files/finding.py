@@ -5,7 +5,8 @@
     SAVE/global_step20                2. the others, the last commit first
     SAVE/global_step30                The first complete one counts: all files in full, and with `hashes` their content.
 
-`iteration` leaves one candidate. A directory with model files of its own is itself the only candidate.
+`iteration` leaves one candidate. A directory with model files of its own is itself the only candidate, unless its name
+tells another iteration.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def search_checkpoint(
     if not directory.is_dir():
         candidates = []
     elif is_checkpoint(directory) and not checkpoint_directories(directory):
-        candidates = [directory]
+        candidates = []
+        if iteration is None or step_of(directory.resolve()) in (None, iteration):
+            candidates = [directory]
     elif iteration is not None:
         names = (step_directory(iteration), f"{REPLACED}{step_directory(iteration)}")
         candidates = list(filter(lambda path: path.name in names, checkpoint_directories(directory)))
@@ -155,7 +158,10 @@ def _ordered(directory: Path, warnings: list[str]) -> list[Path]:
 
 
 def _named_by_latest(directory: Path) -> Path | str:
-    """Return the checkpoint that `latest` names, which may have any name; or why it names none."""
+    """Return the checkpoint that `latest` names, which may have any name; or why it names none.
+
+    A link such as `best` stands for the checkpoint beside it to which it leads: only that one's name tells its step.
+    """
     try:
         tag = (directory / LATEST).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
@@ -164,6 +170,9 @@ def _named_by_latest(directory: Path) -> Path | str:
         return f"cannot be read ({error})"
     path = directory / tag
     if tag and Path(tag).name == tag and path.is_dir():
+        target = path.resolve()
+        if target.parent == directory.resolve():
+            return directory / target.name
         return path
     return f"names {tag!r}, which does not exist" if tag else "is empty"
 

@@ -127,6 +127,10 @@ def decide_checkpoint(config: NeoXConfig, facts: StartFacts, damaged: Collection
         return DecidedStart(start=start)
     if found.incomplete:
         return DecidedStart(problems=(_incomplete_problem(config, found, "load"),), none_complete=True)
+    if asked.replaces_save and _is_in(found.checkpoint, Path(str(config.checkpoint.save))):
+        text = f"moves the checkpoints in `save` away, and `load` names one of them, {found.checkpoint}"
+        problem = config.problem("overwrite", f"{text}; choose another `save`, or remove it", "load", "save")
+        return DecidedStart(problems=(problem,))
     start = replace(start, checkpoint=str(found.checkpoint))
     if start.continues:
         start = replace(start, step=found.iteration)
@@ -155,6 +159,11 @@ def _from_save(config: NeoXConfig, asked: RequestedStart, facts: StartFacts, dam
     decisions = tuple(_resume_decisions(config, asked, found))
     start = replace(start, mode=StartMode.RESUME)
     return DecidedStart(decisions, (decisions[0].reason,), start=start, found=found)
+
+
+def _is_in(checkpoint: Path, save: Path) -> bool:
+    """Return whether a checkpoint is one of those in `save`, also by a link."""
+    return save.resolve() in (checkpoint.absolute().parent.resolve(), checkpoint.resolve().parent)
 
 
 def _no_such_step(config: NeoXConfig, asked: RequestedStart) -> tuple[Problem, ...]:

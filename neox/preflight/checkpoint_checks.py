@@ -53,7 +53,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     chosen = search.found
     if chosen is None:
         if keys.iteration is not None and not search.candidates and contains_checkpoints(load):
-            names = names_of_checkpoints(load) or "no checkpoint"
+            names = names_of_checkpoints(load) or load.resolve().name
             return [config.problem("iteration", f"is not in {load}, which has {names}", key)]
         if search.candidates and training:  # `choose_checkpoint` says it
             return []

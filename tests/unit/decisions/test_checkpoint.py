@@ -18,6 +18,7 @@ from neox.plan.run_identity import RUN_FILE, find_run, identity_text, run_identi
 from neox.plan.run_start import ChosenStart, StartMode
 from neox.plan.schedule import schedule_of
 from neox.plan.trained_model import saved_precision
+from neox.preflight.checkpoint_checks import checkpoint_problems
 from tests.plans import SMALL, small_plan
 from tests.resumed_runs import decided_run
 
@@ -146,3 +147,44 @@ def test_overwrite_begins_anew_and_says_what_moves(tmp_path: Path) -> None:
     put(tmp_path, 8, config)
     start = choose_checkpoint(config).start
     assert (start.mode, start.replaces_save) == (StartMode.NEW, True)
+
+
+@pytest.mark.parametrize("form", ["directory", "checkpoint", "link"])
+def test_overwrite_does_not_move_the_checkpoint_that_is_loaded(tmp_path: Path, form: str) -> None:
+    """The weights would be read from a place that the start has emptied."""
+    save = tmp_path / "run"
+    checkpoint = put(save, 8, make_config())
+    (checkpoint / "layer_00-model_00-model_states.pt").touch()
+    (tmp_path / "link").symlink_to(checkpoint)
+    load = {"directory": save, "checkpoint": checkpoint, "link": tmp_path / "link"}[form]
+    keys = {"save": str(save), "load": str(load), "finetune": True}
+    refused = choose_checkpoint(make_config(**keys, overwrite=True))
+    assert [problem.keys for problem in refused.problems] == [("overwrite", "load", "save")]
+    moved = save / "superseded" / "global_step8"
+    moved.parent.mkdir()
+    checkpoint.rename(moved)
+    allowed = choose_checkpoint(make_config(**{**keys, "load": str(moved)}, overwrite=True))
+    assert not allowed.problems
+    assert allowed.start.checkpoint == str(moved)
+
+
+def test_a_step_is_not_another_one_of_a_checkpoint_that_load_names(tmp_path: Path) -> None:
+    checkpoint = put(tmp_path, 8, make_config())
+    (checkpoint / "layer_00-model_00-model_states.pt").touch()
+    for step, found in ((8, checkpoint), (None, checkpoint), (7, None)):
+        assert newest_checkpoint(checkpoint, step) == found
+    config = make_config(load=str(checkpoint), iteration=7)
+    assert choose_checkpoint(config).start.checkpoint is None
+    [problem] = checkpoint_problems(config, training=True)
+    assert problem.keys[0] == "iteration"
+
+
+def test_latest_may_name_a_link_to_a_checkpoint(tmp_path: Path) -> None:
+    """Later checkpoints move away only if the name tells the step; and `best` leads to another one later."""
+    config = make_config(save=str(tmp_path))
+    for step in (10, 20):
+        put(tmp_path, step, config)
+    (tmp_path / "best").symlink_to("global_step10")
+    (tmp_path / "latest").write_text("best")
+    start = choose_checkpoint(config).start
+    assert (start.checkpoint, start.step) == (str(tmp_path / "global_step10"), 10)
