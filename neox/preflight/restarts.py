@@ -55,6 +55,7 @@ class Restarts:
         self.can_move = False
         self.start_left_to_ranks = False
         self._was_stale = False
+        self._has_trained = False  # whether a start has taken a step, after it has moved superseded checkpoints away
         self._damaged: dict[Path, int | None] = {}
 
     @property
@@ -133,11 +134,7 @@ class Restarts:
         if (self._policy.allowed or decision.restart) and decision.reason:
             action = "no restart"
             if decision.restart:
-                start = choose_checkpoint(self.next_config(), self.damaged).start
-                origin = "the beginning, because there is no checkpoint"
-                if start.continues:
-                    origin = f"the checkpoint of step {start.step}"
-                action = f"{decision.text} from {origin}"
+                action = f"{decision.text} from {self._origin_of_next()}"
             _print(f"{action}: {decision.reason}")
         return decision
 
@@ -156,12 +153,28 @@ class Restarts:
     def next_config(self) -> NeoXConfig:
         """Return the configuration of the next start, which resumes from the newest checkpoint of this run."""
         dropped: list[str] = []
+        asked = requested_start(self._config)
         if self._has_saved():
             dropped.append("overwrite")  # it would move away the checkpoints of this run
-            asked = requested_start(self._config)
             if asked.own_directory or asked.iteration_of_save:
                 dropped += FIRST_LOAD_KEYS
+        elif self._has_trained and self._config.checkpoint.checkpoint_mirror is None:
+            # The run may have saved to disks of the hosts, and what these keys move away has been moved.
+            dropped.append("overwrite")
+            if asked.iteration_of_save:
+                dropped.append("iteration")
         return self._config.updated({}, without=dropped)
+
+    def _origin_of_next(self) -> str:
+        """Return in words where the next start begins, as far as the launcher sees it."""
+        decided = choose_checkpoint(self.next_config(), self.damaged)
+        if decided.start.continues:
+            return f"the checkpoint of step {decided.start.step}"
+        if decided.none_complete:
+            return "no checkpoint, because none is complete"
+        if self.start_left_to_ranks:
+            return "the checkpoint that rank 0 finds"
+        return "the beginning, because there is no checkpoint"
 
     @property
     def damaged(self) -> tuple[Path, ...]:
@@ -171,6 +184,9 @@ class Restarts:
     def _judge_start(self, end: RunEnd) -> None:
         """Take into account that the ranks could not start as it was decided."""
         is_stale = end.reported_cause == Cause.STALE_START
+        if end.step is not None and not is_stale and end.kind is not EndKind.NOT_STARTED:
+            self._has_trained = True
+            self._damaged.clear()  # they have been moved away, and the run may have saved their steps anew
         if is_stale and end.damaged_checkpoint is not None:
             damaged = Path(end.damaged_checkpoint)
             self._damaged[damaged] = _inode(damaged)

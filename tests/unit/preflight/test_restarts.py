@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from neox.config import NeoXConfig
 from neox.launch.agent.agent_files import Cause, FailureReport
 from neox.launch.spec import Host, LaunchSpec
@@ -110,3 +112,40 @@ def test_a_start_that_does_not_hold_is_decided_again_without_a_restart(tmp_path:
     starts = [restarts.decide(stale(None), tmp_path).restart for _ in range(30)]
     assert starts[0]
     assert not starts[-1]
+
+
+def failed(step: int | None) -> RunEnd:
+    return RunEnd(EndKind.RANK, 1, "failed", 0, ("a",), step)
+
+
+def test_checkpoints_that_only_the_hosts_see_are_not_moved_by_a_restart(tmp_path: Path) -> None:
+    keys = {**SMALL, "save": str(tmp_path / "disk of the hosts"), "max_restarts": 9}
+    first = {"overwrite": {"overwrite": True}, "iteration": {"iteration": 4}, "no_load_optim": {"no_load_optim": True}}
+    for key, given in first.items():
+        restarts = Restarts(NeoXConfig.from_flat({**keys, **given}), Path("train.py"))
+        assert restarts.decide(failed(None), tmp_path).restart  # it may have failed before it moved anything
+        assert restarts.next_config().given(key)
+        assert restarts.decide(failed(7), tmp_path).restart
+        assert restarts.next_config().given(key) == (key == "no_load_optim")
+
+
+def test_a_step_that_was_damaged_counts_once_the_run_has_trained_again(tmp_path: Path) -> None:
+    """The launcher cannot tell by inode that hosts have replaced it on disks of their own."""
+    keys = {**SMALL, "save": str(tmp_path / "disk of the hosts"), "max_restarts": 9}
+    restarts = Restarts(NeoXConfig.from_flat(keys), Path("train.py"))
+    damaged = tmp_path / "disk of the hosts" / "global_step8"
+    restarts.decide(stale(str(damaged)), tmp_path)
+    restarts.decide(failed(None), tmp_path)
+    assert restarts.damaged == (damaged,)
+    restarts.decide(failed(7), tmp_path)
+    assert restarts.damaged == ()
+
+
+def test_a_restart_without_a_complete_checkpoint_is_not_said_to_begin_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = tmp_path / "global_step8"
+    damaged.mkdir()
+    restarts = Restarts(NeoXConfig.from_flat({**SMALL, "save": str(tmp_path), "load": str(tmp_path)}), Path("train.py"))
+    restarts.decide(stale(str(damaged)), tmp_path)
+    assert "beginning" not in capsys.readouterr().err
