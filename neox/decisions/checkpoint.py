@@ -172,6 +172,8 @@ def _no_such_step(config: NeoXConfig, asked: RequestedStart) -> tuple[Problem, .
     if asked.replaces_save:
         where = f"{config.checkpoint.save}, whose checkpoints do not count with overwrite"
     problem = config.problem("iteration", f"is a step of {where}; remove it to start from the beginning", "save")
+    if asked.replaces_save:
+        return (problem,)
     return tuple(Missing.of([problem]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -221,6 +221,8 @@ def plan_job(
             # Disks of the hosts may have what this machine does not see.
             unseen = own.start.checkpoint is None and not job.placement.is_local
             start = replace(own.start, left_to_ranks=unseen or job.start_left_to_ranks)
+            if unseen and not job.dry_run:
+                own = replace(own, problems=_not_missing(own.problems))
         if config.model.precision == "auto":
             saved = saved_precision(config) if own is None else own.precision
             capabilities = replace(capabilities, saved=saved)
@@ -279,6 +281,11 @@ def plan_job(
     if job.dry_run and job.runs_model:
         elsewhere = missing_device(plan, device, job.placement, training=job.trains)
     return PlannedJob(plan, device, (*decided.notes, *plan.notes, *notes), tuple(problems), tuple(too_large), elsewhere)
+
+
+def _not_missing(problems: Iterable[Problem]) -> tuple[Problem, ...]:
+    """Return problems without those of what is only missing here."""
+    return tuple(problem for problem in problems if not isinstance(problem, Missing))
 
 
 def _notes_of_training(plan: RunPlan, loaded: FoundRun | None) -> list[str]:

@@ -27,7 +27,7 @@ from neox.preflight.planning import Job, PlannedJob, plan_job, read_config
 from neox.preflight.plot import _curves, draw_schedules
 from neox.preflight.plot_step import step_picture
 from neox.preflight.run_directory import run_directory, write_run_directory
-from neox.problems import Source
+from neox.problems import Missing, Source
 from tests.plans import SIZES, plan_of
 
 
@@ -86,6 +86,27 @@ def test_a_plan_leaves_to_the_start_what_depends_on_its_moment(tmp_path: Path) -
         planned = planned_here(tmp_path, master_port=port)
     assert ("master_port",) in {problem.keys for problem in planned.problems}
     assert planned.refused == ()
+
+
+def test_a_step_of_save_is_left_to_hosts_that_may_have_it(tmp_path: Path) -> None:
+    """Disks of the hosts may have checkpoints. A dry run warns; ranks of this machine cannot start."""
+    file = tmp_path / "model.yml"
+    file.write_text(json.dumps({**SIZES, "save": str(tmp_path / "disk"), "iteration": 7}))
+    arguments = parse_arguments(["train.py", str(file)])
+    found = {}
+    for name, dry_run in (("localhost", False), ("another", False), ("another", True)):
+        placement = Placement((Host(name, (0,)),), ChosenBy.NOTHING, accelerators=0)
+        job = Job(find_script("train.py"), placement, dry_run)
+        planned = plan_job(read_config(arguments), job, Capabilities(), is_sound=True)
+        start = planned.plan.start
+        assert start is not None
+        about_step = [isinstance(problem, Missing) for problem in planned.problems if "iteration" in problem.keys]
+        found[name, dry_run] = (about_step, start.left_to_ranks)
+    assert found == {
+        ("localhost", False): ([True], False),
+        ("another", False): ([], True),
+        ("another", True): ([True], True),
+    }
 
 
 def test_a_plan_judges_the_devices_that_it_is_for(tmp_path: Path) -> None:
