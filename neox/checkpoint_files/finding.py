@@ -59,7 +59,7 @@ def search_checkpoint(
     """
     warnings: list[str] = []
     if not directory.is_dir():
-        candidates = []
+        candidates: list[Path] = []
     elif is_checkpoint(directory) and not checkpoint_directories(directory):
         candidates = []
         if iteration is None or step_of(directory.resolve()) in (None, iteration):

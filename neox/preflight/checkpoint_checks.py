@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from neox.architecture import NetworkFields
@@ -25,7 +26,7 @@ from neox.storage import is_remote
 _UNIVERSAL = "_universal"
 
 
-def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
+def checkpoint_problems(config: NeoXConfig, *, training: bool, damaged: Collection[Path] = ()) -> list[Problem]:
     """Return what is wrong with the checkpoint to load, as far as it shows without reading weights.
 
     A training whose `load` and `save` are the same directory starts there if it holds no checkpoint yet. Other scripts
@@ -34,6 +35,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     Args:
         config: The configuration.
         training: Whether the model is trained, not only run.
+        damaged: Checkpoints that earlier starts have found damaged.
     """
     keys = config.checkpoint
     key = key_of_checkpoint(config, training=training)
@@ -49,7 +51,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
             return []
         problem = config.problem(key, "is no directory: nothing to load")
         return [problem] if load.exists() else [*Missing.of([problem])]
-    search = search_checkpoint(load, keys.iteration)
+    search = search_checkpoint(load, keys.iteration, without=damaged)
     chosen = search.found
     if chosen is None:
         if keys.iteration is not None and not search.candidates and contains_checkpoints(load):
@@ -68,7 +70,7 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool) -> list[Problem]:
     ]
 
 
-def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
+def layer_problems(plan: RunPlan, *, training: bool, damaged: Collection[Path] = ()) -> list[Problem]:
     """Return why the network cannot be filled from the layer files of the checkpoint to load.
 
     Names and shapes of all tensors are compared, and no weight is read.
@@ -76,6 +78,7 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
     Args:
         plan: The plan.
         training: Whether the model is trained, not only run.
+        damaged: Checkpoints that earlier starts have found damaged.
     """
     config = plan.config
     key = key_of_checkpoint(config, training=training)
@@ -83,7 +86,7 @@ def layer_problems(plan: RunPlan, *, training: bool) -> list[Problem]:
     if load is None or not load.is_dir():
         return []
     keys = config.checkpoint
-    search = search_checkpoint(load, keys.iteration)
+    search = search_checkpoint(load, keys.iteration, without=damaged)
     checkpoint = search.found
     if checkpoint is None and search.candidates:
         return [_incomplete_problem(config, key, search)]

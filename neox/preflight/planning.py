@@ -268,7 +268,7 @@ def plan_job(
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
         if all(isinstance(problem, Missing) for problem in problems):
-            problems += layer_problems(plan, training=job.trains)
+            problems += layer_problems(plan, training=job.trains, damaged=job.damaged)
     problems += [*too_large, *Missing.of(_disk_problems(plan, job))]
     if job.trains:
         notes += _notes_of_training(plan, None if own is None else own.loaded)
@@ -336,7 +336,7 @@ def _needs_of_script(config: NeoXConfig, job: Job, vocabulary: Vocabulary) -> li
         problems += chat_template_problems(config, vocabulary.tokenizer)
         problems += prompt_problems(config, vocabulary.tokenizer)
     if job.runs_model:
-        problems += checkpoint_problems(config, training=job.trains)
+        problems += checkpoint_problems(config, training=job.trains, damaged=job.damaged)
         problems += other_tokenizer_problems(config, vocabulary.tokenizer, training=job.trains)
         problems += task_problems(config, job.script.stem, vocabulary.tokenizer)
     if job.trains or job.script.stem == "evaluate":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from neox.architecture import ADAPTER, VOCABULARY, LayerEntry, LayerPlan
 from neox.checkpoint.weights.reader import CheckpointReader
-from neox.checkpoint_files.contents import why_incomplete
+from neox.checkpoint_files.contents import damaged_weights, why_incomplete
 from neox.checkpoint_files.finding import checkpoint_directories
 from neox.checkpoint_files.manifest import is_unfetched
 from neox.checkpoint_files.names import layer_file
@@ -22,8 +22,8 @@ def why_unfit(
 ) -> list[str]:
     """Return why a network cannot be filled from a checkpoint. No weight is read.
 
-    A checkpoint that is not complete next to others is not looked at, since an older one is loaded instead. Neither is
-    one whose files are still in object storage.
+    A checkpoint that is not complete, or has damaged files, counts as fitting next to others, since an older one is
+    loaded instead. So does one whose files are still in object storage.
 
     Args:
         path: The checkpoint.
@@ -33,9 +33,10 @@ def why_unfit(
     """
     if any(map(is_unfetched, path.iterdir())):
         return []
+    has_others = len(checkpoint_directories(path.parent)) > 1
     incomplete = why_incomplete(path, hashes=False)
     if incomplete:
-        if len(checkpoint_directories(path.parent)) > 1:
+        if has_others:
             return []
         return [f"{path} is not complete: {'; '.join(incomplete)}"]
     try:
@@ -48,6 +49,8 @@ def why_unfit(
         if not misfits:
             _ = reader.row_order  # asks if nothing tells it
     except CheckpointError as error:
+        if has_others and damaged_weights(path):
+            return []
         return [str(error)]
     if not misfits:
         return []
