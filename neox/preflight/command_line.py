@@ -109,9 +109,8 @@ def _build_parser() -> ScriptParser:
 
 
 def _add_dry_run_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--dry-run", "--dryrun", "--dry_run", action="store_true", help="show the plan and start nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="show the plan and start nothing")
+    parser.add_argument("--dryrun", "--dry_run", dest="dry_run", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="with --dry-run: print the plan as one JSON object")
     parser.add_argument("--verbose", action="store_true", help="with --dry-run: every stage, key, source and command")
     parser.add_argument(

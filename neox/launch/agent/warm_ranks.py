@@ -19,11 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from signal import SIGKILL
 
-from neox.launch.agent.agent_files import PROGRESS_VARIABLE
+from neox.launch.agent.agent_files import LAUNCHER_VARIABLE, PROGRESS_VARIABLE
 from neox.launch.processes import parent_death_hook, signal_group
 
 # Nothing reads them before process groups are set up. A spare host, or one of a run that shrinks, gets other ranks.
-MAY_DIFFER = ("MASTER_ADDR", "MASTER_PORT", PROGRESS_VARIABLE, "RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE")
+MAY_DIFFER = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "CROSS_RANK", "CROSS_SIZE"),
+    *(LAUNCHER_VARIABLE, PROGRESS_VARIABLE),
+)
 """Variables of a rank that no import reads."""
 _PIPE_BYTES = 2**20  # so that an assignment never waits for a process that is still importing
 

@@ -107,7 +107,7 @@ def test_what_cannot_be_expressed_is_named(exported, tmp_path):
     with raises_naming(ConversionError, "hidden_act", "quick_gelu", lines=2):
         from_hf(directory, tmp_path / "back")
     edit_config(directory, model_type="no_such_model")
-    with raises_naming(ConversionError, "model_type", "no_such_model", *FAMILIES):
+    with raises_naming(ConversionError, "model_type", "no_such_model", f"{len(FAMILIES)} families"):
         from_hf(directory, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 

@@ -151,7 +151,7 @@ def test_the_end_of_a_document_is_the_eos_token(directory):
 
 def test_an_end_of_document_that_the_vocabulary_lacks_is_refused(directory):
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with raises_naming(TokenizerError, "<end>", "eos_token"):
+    with raises_naming(TokenizerError, "<end>", "tokenizer.json"):
         build_tokenizer("HFTokenizer", directory / "tokenizer.json")
     (directory / "tokenizer_config.json").write_text("[]")
     with raises_naming(TokenizerError, "tokenizer_config"):

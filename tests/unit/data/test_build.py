@@ -13,7 +13,7 @@ from neox.data import BlendedDataset, IndexedDataset, IndexedDatasetBuilder, Sid
 from neox.data.batches import BatchIterator
 from neox.data.run_data import build_data_iterators, sample_counts
 from neox.data.run_datasets import DatasetFactory, SampleCounts
-from neox.errors import DataError
+from neox.errors import ConfigError, DataError
 from neox.plan import config_from_files, resolve
 from neox.tokenizer import build_tokenizer
 from tests.errors import raises_naming
@@ -189,5 +189,5 @@ def test_blends_by_weight_and_by_documents(prefix, tmp_path):
 def test_no_data_path_and_no_documents_to_train_on(prefix, tmp_path):
     with raises_naming(DataError, "data_path", "preprocess_data.py"):
         DatasetFactory(DataConfig(), **RUN_SIZES).datasets(SampleCounts(5, 0, 0))
-    with raises_naming(DataError, "split"):
-        build_data_iterators(golden_plan("split=0,1,1"), cache_dir=tmp_path)
+    with raises_naming(ConfigError, "split"):
+        golden_plan("split=0,1,1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -229,7 +230,7 @@ def test_what_the_installed_torch_is_built_for() -> None:
 def test_the_release_of_torch_npu_must_be_that_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch_npu 2.13.0 requires torch 2.13.0.* (its wheel's metadata)."""
     ascend = machine_with(tmp_path, "davinci0")
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[]))
     versions = {"torch_npu": "2.13.0.post1", "torch": "2.13.0+cpu"}
     monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
     assert torch_problem({}, ascend) is None

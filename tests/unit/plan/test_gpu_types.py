@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -94,7 +93,7 @@ class TestCheckpoints:
         found = plan_as_dict(plan)
         assert (found["checkpoint_bytes"], found["checkpoints_kept"]) == (checkpoint_bytes(plan), 3)
         assert "on disk" in format_plan(plan)
-        assert "on disk" in format_plan(replace(plan, save_iterations=(10,)))
+        assert "on disk" in format_plan(plan_of(**keys | {"checkpoint_factor": 10}))
 
 
 def test_products_of_fp32_are_not_timed_by_the_peak_of_16_bits() -> None:

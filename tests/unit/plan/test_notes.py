@@ -133,6 +133,7 @@ def test_every_condition_is_a_key(tiny: dict[str, Any]) -> None:
         "soft_prompt_tuning": {},
         "zero_optimization": {
             "stage": 3,
+            "reduce_scatter": True,
             "offload_param": {"device": "cpu"},
             "offload_optimizer": {"device": "cpu"},
             "zero_hpz_partition_size": 2,
