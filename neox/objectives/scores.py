@@ -146,7 +146,7 @@ class ScoreTable:
         measured: dict[str, float | None] = {}
         for name, (total, count) in zip(self.rows, rows, strict=True):
             measured[name] = None
-            if count > 0:
+            if count != 0:  # a count that is NaN makes the score NaN
                 measured[name] = total / count if self._reduction(name) is None else total
         return {name: self._number(name, measured) for name in self.names}
 

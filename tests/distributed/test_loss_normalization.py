@@ -91,11 +91,15 @@ def plain_gradients(plans):
         elif plan.config.data.loss_normalization == "samples":
             expected = (losses.sum(1) / counts.clamp(min=1)).sum() / (counts > 0).sum()
         else:
-            of_parts = counts.view(-1, size).sum(1).clamp(min=1)
-            expected = (losses.sum(1).view(-1, size).sum(1) / of_parts).mean()
+            of_parts = counts.view(-1, size).sum(1)
+            of_micro_batches = losses.sum(1).view(-1, size).sum(1) / of_parts.clamp(min=1)
+            expected = of_micro_batches.mean()
+            reported = of_micro_batches[of_parts > 0].mean()  # one without labels has no loss
+        if plan.config.data.loss_normalization != "micro_batch":
+            reported = expected
         expected.backward()
         wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-        answers.append((loss, expected.item(), found, wanted))
+        answers.append((loss, reported.item(), found, wanted))
     return answers
 
 

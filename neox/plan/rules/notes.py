@@ -13,7 +13,6 @@ from neox.config.sections.optimizer_kind import DecayingParams
 from neox.features.on_paper import PAPERS
 from neox.plan.feature import NO_SAVES
 from neox.plan.network.attention_config import asked_kinds, attention_impls, described_kinds, only_recurrent
-from neox.plan.network.expert_keys import expert_blocks
 from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
@@ -48,7 +47,6 @@ def notes_without_effect(config: NeoXConfig) -> list[Note]:
         *_rotary_notes(config),
         *_heads_notes(config),
         *_width_notes(config),
-        *_idle_width_notes(config),
         *_date_notes(config),
         *_parallel_notes(config),
         *_evaluation_notes(config),
@@ -63,7 +61,9 @@ def _unsupported_notes(config: NeoXConfig) -> Iterator[Note]:
     for name, key in config.unsupported():
         if key.status == "refused":
             continue
-        reason = f"it is {key.reason}, which is off" if key.status == "dormant" else key.reason
+        reason = key.reason
+        if key.status == "dormant":
+            reason = f"it is {key.reason}, which is off"
         yield Note((name,), f"{config.describe_setting(name)} changes nothing: {reason}")
 
 
@@ -227,26 +227,6 @@ def _heads_notes(config: NeoXConfig) -> Iterator[Note]:
     if only_recurrent(config) and config.given(key) and not any(key in kind.uses for kind in kinds.values()):
         reason = f"changes nothing: blocks {' and '.join(kinds)} have no attention"
         yield Note((key, "attention_config"), f"{config.describe_setting(key)} {reason}")
-
-
-def _idle_width_notes(config: NeoXConfig) -> Iterator[Note]:
-    """Yield the widths of MLPs where all MLPs are experts that have a width of their own.
-
-    A note and not an error: files that earlier versions imported from Hugging Face have both keys.
-    """
-    expert_width = "moe_ffn_hidden_size"
-    experts, layers = config.experts, config.model.num_layers
-    if experts.moe_num_experts == 1 or experts.moe_ffn_hidden_size is None or layers is None:
-        return
-    blocks = expert_blocks(layers, experts.moe_expert_interval, experts.moe_layer_freq, experts.moe_first_k_dense)
-    if len(blocks) < layers:
-        return
-    for key in MLP_SIZES:
-        if config.given(key) and config.value(key) != experts.moe_ffn_hidden_size:
-            effect = (
-                f"changes nothing: all MLPs are experts, and their width is {config.describe_setting(expert_width)}"
-            )
-            yield Note((key, expert_width), f"{config.describe_setting(key)} {effect}")
 
 
 def _width_notes(config: NeoXConfig) -> Iterator[Note]:

@@ -301,19 +301,6 @@ def test_a_decay_that_ends_before_the_run_is_noted(tmp_path):
     assert not noted("lr_decay_style=constant")
 
 
-def test_a_width_that_no_mlp_has_is_noted(tmp_path):
-    experts = "moe_num_experts: 4\nmoe_top_k: 2\nmoe_ffn_hidden_size: 48\nmlp_width: 96\n"
-    path = write(tmp_path / "a.yml", TINY + experts)
-
-    def noted(*overrides: str) -> bool:
-        notes = notes_without_effect(config_from_files([path], overrides=overrides))
-        return any(note.keys == ("mlp_width", "moe_ffn_hidden_size") for note in notes)
-
-    assert noted()
-    assert not noted("moe_layer_freq=2")  # every second block has an MLP
-    assert not noted("moe_ffn_hidden_size=null")
-
-
 def test_wrong_types_are_listed_together(tmp_path):
     path = write(tmp_path / "a.yml", "num_layers: four\nseed: 1.5\nnorm: batchnorm\nfp16: true\nrotary_pct: 2\n")
     keys = ("num_layers", "seed", "norm", "fp16", "rotary_pct")
