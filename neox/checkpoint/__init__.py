@@ -23,8 +23,8 @@ from neox.checkpoint.generation_settings import (
 )
 from neox.checkpoint.gpt_neox.optimizer_state import WRITER
 from neox.checkpoint.identity import (
-    check_same_adapters,
     check_same_model,
+    check_trained_model,
     check_vocabulary,
     identity_state,
     padding_note,
@@ -112,8 +112,8 @@ __all__ = [
     "average_checkpoints",
     "averaged_file",
     "check_manifest",
-    "check_same_adapters",
     "check_same_model",
+    "check_trained_model",
     "checkpoint_at",
     "checkpoint_directories",
     "checkpoint_weights",

@@ -90,6 +90,31 @@ def _difference_table(differences: Mapping[str, tuple[Any, Any]]) -> str:
     return "\n".join(lines)
 
 
+def check_trained_model(
+    path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool, knows_vocabulary: bool = True
+) -> dict[str, tuple[Any, Any]]:
+    """Compare what a checkpoint stores of its model with that of a training: network, tokens with rows, adapters.
+
+    Args:
+        path: The checkpoint, for messages.
+        args: The model's settings in the checkpoint (`CheckpointReader.args`).
+        plan: The training that loads it.
+        finetune: Whether positions, attention and head may differ.
+        knows_vocabulary: Whether the vocabulary of the plan is that of a tokenizer, and not an assumed one.
+
+    Returns:
+        As `check_same_model`.
+
+    Raises:
+        CheckpointError: If it is another model.
+    """
+    differing = check_same_model(path, args, plan, finetune=finetune)
+    if knows_vocabulary:
+        check_vocabulary(path, args, plan.vocab_size)
+    check_same_adapters(path, args, plan, finetune=finetune)
+    return differing
+
+
 def check_same_adapters(path: Path, args: Mapping[str, Any], plan: RunPlan, *, finetune: bool) -> None:
     """Compare a checkpoint's adapters with those that a run trains.
 

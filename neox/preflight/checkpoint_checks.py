@@ -70,7 +70,9 @@ def checkpoint_problems(config: NeoXConfig, *, training: bool, damaged: Collecti
     ]
 
 
-def layer_problems(plan: RunPlan, *, training: bool, damaged: Collection[Path] = ()) -> list[Problem]:
+def layer_problems(
+    plan: RunPlan, *, training: bool, damaged: Collection[Path] = (), knows_vocabulary: bool = True
+) -> list[Problem]:
     """Return why the network cannot be filled from the layer files of the checkpoint to load.
 
     Names and shapes of all tensors are compared, and no weight is read.
@@ -79,6 +81,7 @@ def layer_problems(plan: RunPlan, *, training: bool, damaged: Collection[Path] =
         plan: The plan.
         training: Whether the model is trained, not only run.
         damaged: Checkpoints that earlier starts have found damaged.
+        knows_vocabulary: Whether the vocabulary of the plan is that of a tokenizer, and not an assumed one.
     """
     config = plan.config
     key = key_of_checkpoint(config, training=training)
@@ -97,7 +100,7 @@ def layer_problems(plan: RunPlan, *, training: bool, damaged: Collection[Path] =
     from neox.checkpoint import why_unfit  # torch, which a plan without a checkpoint does not need
 
     finetune = training and requested_start(config).mode is StartMode.FINETUNE
-    unfit = why_unfit(checkpoint, plan.layers, finetune=finetune, gpt_neox_date=keys.gpt_neox_date)
+    unfit = why_unfit(checkpoint, plan, training=training, finetune=finetune, knows_vocabulary=knows_vocabulary)
     return [config.problem_about(reason, key) for reason in unfit]
 
 

@@ -268,7 +268,12 @@ def plan_job(
     if job.runs_model:
         too_large = memory_problems(plan, device, training=job.trains)
         if all(isinstance(problem, Missing) for problem in problems):
-            problems += layer_problems(plan, training=job.trains, damaged=job.damaged)
+            problems += layer_problems(
+                plan,
+                training=job.trains,
+                damaged=job.damaged,
+                knows_vocabulary=vocabulary.tokenizer is not None,
+            )
     problems += [*too_large, *Missing.of(_disk_problems(plan, job))]
     if job.trains:
         notes += _notes_of_training(plan, None if own is None else own.loaded)

@@ -316,7 +316,7 @@ def test_grouped_rows_of_both_orders_are_exported_and_trained(tmp_path, version)
 
 def unfit(network: Network, path: Path, **changes: object) -> str:
     """Return what the plan says of a checkpoint; nothing if it fits."""
-    plan = plan_of(network, path, load=str(path), finetune=True, **changes)
+    plan = plan_of(network, path, **{"load": str(path), "finetune": True, **changes})
     return "; ".join(problem.message for problem in layer_problems(plan, training=True))
 
 
@@ -330,6 +330,8 @@ def test_the_plan_opens_the_layer_files(tmp_path):
     assert "layer_04-model_00-model_states.pt" in unfit(replace(network, blocks=3), whole)
     assert "post_attention_layernorm" not in unfit(network, whole, gpt_j_tied=True)
     assert "attention.dense.bias" in unfit(network, whole, use_bias_in_attn_linear=False)
+    # The settings that gpt-neox stores beside the weights, of which no shape depends on the number of heads.
+    assert "num_attention_heads" in unfit(replace(network, heads=network.heads // 2), whole)
     other = random_files(network)
     del other[0][3]["mlp.dense_4h_to_h.bias"]
     assert "layer_03-model_00-model_states.pt has no mlp.dense_4h_to_h.bias" in unfit(

@@ -26,9 +26,7 @@ from neox.checkpoint import (
     WRITER,
     CheckpointReader,
     LoadedWeights,
-    check_same_adapters,
-    check_same_model,
-    check_vocabulary,
+    check_trained_model,
     checkpoint_directories,
     padding_note,
     recover_replaced,
@@ -314,10 +312,8 @@ def _open_same_model(path: Path, plan: RunPlan, *, finetune: bool) -> Checkpoint
     """
     date = plan.config.checkpoint.gpt_neox_date
     reader = CheckpointReader(path, plan.layers, finetune=finetune, gpt_neox_date=date)
-    for setting, (saved, here) in check_same_model(path, reader.args, plan, finetune=finetune).items():
+    for setting, (saved, here) in check_trained_model(path, reader.args, plan, finetune=finetune).items():
         _log.warning("finetune: %s is %s in %s, %s here", setting, saved, path, here)
-    check_vocabulary(path, reader.args, plan.vocab_size)
-    check_same_adapters(path, reader.args, plan, finetune=finetune)
     note = padding_note(reader.args, plan)
     if note is not None:
         _log.warning("%s", note)
