@@ -72,7 +72,9 @@ def _epoch_samples(config: NeoXConfig) -> int:
 
 
 def _rows_of_pairs(config: NeoXConfig) -> int:
-    """Return the rows of one epoch of the pairs of answers for training; 0 if they cannot be read."""
+    """Return the rows of one epoch of the pairs of answers for training; 0 if none are given, or cannot be read."""
+    if not config.preferences.answers(config.data)[0].paths:
+        return 0
     try:
         from neox.data.pass_amounts import training_samples  # numpy, as above
 

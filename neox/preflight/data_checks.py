@@ -11,7 +11,6 @@ from neox.config import NeoXConfig
 from neox.config.sections.preferences import PATH_KEYS, REWARD_KEYS
 from neox.errors import DataError
 from neox.plan import missing_for_training, used_vocabulary
-from neox.preflight.read_sets import read_set_problems
 from neox.problems import Missing, Problem
 from neox.storage import ids_file, is_remote
 
@@ -84,6 +83,8 @@ def data_problems(config: NeoXConfig, tokenizer: Tokenizer | None, *, dry_run: b
     if any(config.data.fim_rates):
         problems += _fim_problems(config, tokenizer)
     if not found:
+        from neox.preflight.read_sets import read_set_problems  # numpy
+
         problems += read_set_problems(config, tokenizer)
     return problems
 

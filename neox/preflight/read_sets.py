@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from neox.config import NeoXConfig
 from neox.config.sections.data import split_shares
+from neox.data.pass_amounts import samples_of_set, usable_answers
+from neox.data.samples.gpt_dataset import split_documents
+from neox.data.token_files.indexed_dataset import IndexedDataset
 from neox.errors import DataError
 from neox.plan import used_vocabulary
 from neox.problems import Missing, Problem
@@ -43,18 +46,31 @@ class EvaluationFiles(NamedTuple):
 def read_set_problems(config: NeoXConfig, tokenizer: Tokenizer) -> list[Problem]:
     """Return why a training with readable token files would find nothing to read in one of its sets."""
     return [
-        *_part_problems(config),
+        *_training_problems(config),
         *_whole_set_problems(config),
         *_answer_problems(config),
         *_teacher_problems(config, tokenizer),
     ]
 
 
-def _part_problems(config: NeoXConfig) -> Iterator[Problem]:
-    """Yield that the first part of `split` has no document."""
-    prefix = config.data.data_path
-    if config.data.train_data_paths is None and prefix is not None and _is_here(prefix):
-        has_share = split_shares(config.data.split)[0] > 0  # a rule of the plan
+def _training_problems(config: NeoXConfig) -> Iterator[Problem]:
+    """Yield the training data without a document or a sample."""
+    data = config.data
+    if config.preferences.on_preferences:
+        return
+    least = 1
+    if data.data_stages:  # their samples follow from one pass, so each dataset holds one
+        least = (config.model.seq_length or 0) + 1
+    for prefix in data.train_data_paths or filter(None, (data.data_path,)):
+        if not _is_here(prefix):
+            continue
+        key = "train_data_paths" if data.train_data_paths is not None else "data_path"
+        tokens = IndexedDataset(prefix, data.data_impl).num_tokens
+        if tokens < least:
+            message = f"{key}: {prefix} holds {tokens} tokens, not one sample; use more data"
+            yield config.problem_about(message, key, "seq_length")
+            continue
+        has_share = data.train_data_paths is None and split_shares(data.split)[0] > 0  # a rule of the plan
         if has_share and not _documents_of_part(config, prefix, 0):
             rule = "gives training none of the documents of data_path (a .txt is one); raise its first part"
             yield config.problem("split", rule, "data_path")
@@ -66,8 +82,6 @@ def _whole_set_problems(config: NeoXConfig) -> Iterator[Problem]:
     if config.training.eval_iters != "all" or length is None or config.preferences.on_preferences:
         return
     for files in _evaluation_files(config):
-        from neox.data.pass_amounts import samples_of_set  # numpy, which a dry run without data does not need
-
         try:
             if samples_of_set(files.prefix, files.labels, config.data, length, split=files.part) != 0:
                 continue
@@ -87,8 +101,6 @@ def _answer_problems(config: NeoXConfig) -> Iterator[Problem]:
         prefixes = [prefix for paths in files for prefix in paths or ()]
         if not answers.paths or not all(map(_is_here, prefixes)):
             continue
-        from neox.data.pass_amounts import usable_answers  # numpy, which a dry run without data does not need
-
         try:
             usable_answers(config, answers, config.model.seq_length)
         except DataError as error:
@@ -140,9 +152,6 @@ def _evaluation_files(config: NeoXConfig) -> Iterator[EvaluationFiles]:
 
 def _documents_of_part(config: NeoXConfig, prefix: str, part: int) -> range:
     """Return the documents of a part of `split`."""
-    from neox.data.samples.gpt_dataset import split_documents  # numpy, which a dry run without data does not need
-    from neox.data.token_files.indexed_dataset import IndexedDataset
-
     indexed = IndexedDataset(prefix, config.data.data_impl)
     documents = indexed.num_documents if config.model.objective == "masked_lm" else len(indexed)
     return split_documents(config.data.split, documents)[part]

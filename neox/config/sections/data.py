@@ -20,6 +20,8 @@ DocumentBoundaries = Literal["index", "eod"]
 FimLevel = Literal["document", "sample"]
 Weights = tuple[NonNegativeFloat, ...] | None
 SPLITS = ("train", "valid", "test")
+MOST_DATASETS = 254
+"""Datasets of a blend: the index of each sample's dataset is a byte, as in gpt-neox."""
 _MASKED = OnlyWith("objective", ("masked_lm",))
 _NO_LABELS = Excludes("objective", ("masked_lm",), reason="only masked tokens are in its loss")
 _PAIRS = Excludes("objective", ("masked_lm",), reason="its samples are pairs of sentences")

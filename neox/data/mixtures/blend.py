@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from neox.config.sections.data import MOST_DATASETS
 from neox.data.masked.sentence_pairs import SentencePairDataset
 from neox.data.samples.gpt_dataset import GPTDataset
 from neox.data.samples.map_cache import load_or_build
@@ -55,9 +56,9 @@ class BlendedDataset:
         Raises:
             DataError: If there are too few or too many datasets, or weights or `seq_length` do not fit.
         """
-        if len(datasets) != len(weights) or not datasets or len(datasets) >= 255:
+        if len(datasets) != len(weights) or not 1 <= len(datasets) <= MOST_DATASETS:
             raise DataError(
-                f"a blend needs 1 to 254 datasets and a weight for each, not {len(datasets)} datasets and "
+                f"a blend needs 1 to {MOST_DATASETS} datasets and a weight for each, not {len(datasets)} datasets and "
                 f"{len(weights)} weights"
             )
         lengths = {dataset.seq_length for dataset in datasets}

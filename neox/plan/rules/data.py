@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from neox.config.neox_config import NeoXConfig
-from neox.config.sections.data import Blend, split_shares
+from neox.config.sections.data import MOST_DATASETS, Blend, split_shares
 from neox.errors import ConfigError
 from neox.problems import Problem
 
@@ -21,6 +21,7 @@ def data_problems(config: NeoXConfig) -> Iterator[Problem]:
     for blend in config.data.blends:
         if blend.split == "valid" and config.data.validation_sets:
             continue
+        yield from _number_of_paths(config, blend)
         yield from _weights(config, blend)
         yield from _labels(config, blend)
 
@@ -83,6 +84,17 @@ def _whole_sets(config: NeoXConfig) -> Iterator[Problem]:
                 advice = "give each path a name and a weight in the mean: `NAME: {path: PATH, weight: 1}`"
             rule = f"reads each sample once, which a blend of {len(blend.paths)} {key} does not; {advice}"
             yield config.problem("eval_iters", rule, key)
+
+
+def _number_of_paths(config: NeoXConfig, blend: Blend) -> Iterator[Problem]:
+    count = len(blend.paths or ())
+    in_stages = blend.split == "train" and config.data.data_stages is not None  # they make no blend
+    if count > MOST_DATASETS and not in_stages and not config.preferences.on_preferences:
+        key = f"{blend.split}_data_paths"
+        message = (
+            f"`{key}` has {count} datasets, and a blend at most {MOST_DATASETS}; join some (tools/merge_datasets.py)"
+        )
+        yield config.problem_about(message, key)
 
 
 def _weights(config: NeoXConfig, blend: Blend) -> Iterator[Problem]:
