@@ -75,6 +75,8 @@ class PipelineSchedule(ABC):
 
     def most_kept(self, stage: int, stages: int, ranges: int, micro_batches: int) -> tuple[int, ...]:
         """Return of how many micro batches a stage keeps activations when it keeps the most, for each range."""
+        if stages == 1:  # there is no pipeline, and the network is one range whatever the schedule
+            return (1,) * ranges
         # The number does not grow once all stages are at work.
         enough = min(micro_batches, 4 * stages)
         return _most_kept(self, stage, stages, ranges, enough)

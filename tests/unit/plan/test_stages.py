@@ -22,7 +22,7 @@ from neox.plan.ranks.partition import (
 )
 from neox.plan.ranks.pipeline_schedules import PIPELINE_SCHEDULES, Pass
 from neox.plan.ranks.stages import Division, plan_stages
-from tests.plans import SIZES, plan_of
+from tests.plans import SIZES, plan_of, small_plan
 
 
 def test_uniform_as_deepspeed():
@@ -143,3 +143,9 @@ def test_stages_keep_the_activations_of_passes_in_between():
     assert one.most_kept(0, 1, 1, 8) == (1,)
     assert [sum(interleaved.most_kept(stage, 4, 2, 8)) for stage in range(4)] == [11, 9, 7, 5]
     assert [sum(dual.most_kept(stage, 4, 2, 8)) for stage in range(4)] == [9, 9, 9, 9]
+
+
+@pytest.mark.parametrize("schedule", sorted(PIPELINE_SCHEDULES))
+def test_a_single_stage_needs_no_schedule(schedule):
+    plan = small_plan(1, pipeline_schedule=schedule, pipe_parallel_size=1, train_batch_size=8)
+    assert plan.memory == small_plan(1, train_batch_size=8).memory
