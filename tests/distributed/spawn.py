@@ -210,6 +210,7 @@ def _rank_main(
             LOCAL_WORLD_SIZE=str(world_size),
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(port),
+            RANKS_DIRECTORY=str(Path(store).parent),
             OMP_NUM_THREADS="1",
             TORCH_EXTENSIONS_DIR=os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions")),
             # DeepSpeed's builds call `ninja`, which lies beside the interpreter.
@@ -228,6 +229,25 @@ def _rank_main(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if failure else 0)
+
+
+def join_anew(name: str) -> None:
+    """Leave all process groups, and join the same ranks in a new one; every rank of `run_ranks` calls it together.
+
+    An engine leaves its groups behind, with threads that stay: after some dozens of engines they take the machine.
+
+    name: another one each time.
+    """
+    import deepspeed
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    deepspeed.comm.comm.cdb = None  # it keeps the group that is gone
+    rank, world = (int(os.environ[variable]) for variable in ("RANK", "WORLD_SIZE"))
+    store = Path(os.environ["RANKS_DIRECTORY"], f"store-{name}")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
 
 
 def free_port() -> int:

@@ -9,6 +9,7 @@ import torch
 
 from neox.config import NeoXConfig
 from neox.plan import RunPlan, resolve
+from tests.distributed.spawn import join_anew
 from tests.masked_batches import masked_samples
 
 VOCAB, SEQ, GLOBAL_BATCH = 60, 16, 4
@@ -94,7 +95,12 @@ def train_curve(plan: RunPlan, steps: int) -> list[tuple[float, float]]:
 
 def train_curves(plans: Sequence[RunPlan], steps: int) -> list[list[tuple[float, float]]]:
     """`train_curve` of several plans of one world size, one after the other in the same processes."""
-    return [train_curve(plan, steps) for plan in plans]
+    curves = []
+    for number, plan in enumerate(plans):
+        if number:
+            join_anew(str(number))
+        curves.append(train_curve(plan, steps))
+    return curves
 
 
 def legal_layouts(world: int) -> list[dict[str, int]]:
