@@ -63,6 +63,8 @@ def static_problems(config: NeoXConfig) -> list[Problem]:
 
 def missing_for_training(config: NeoXConfig) -> list[Problem]:
     """Return a problem for each key that training needs and that is not given, apart from data and tokenizer."""
+    if config.training.train_iters == 0:
+        return [config.problem("train_iters", "trains nothing; give at least 1")]
     if config.training.train_iters is not None or config.training.num_train_epochs is not None:
         return []
     message = "`train_iters` is missing: give the number of training iterations, or num_train_epochs"

@@ -645,3 +645,9 @@ def test_after_a_training_on_conversations_the_first_command_keeps_one(tmp_path:
     (checkpoint / "chat_template.json").write_text("{}")
     conversation = next(next_steps(arguments, plan))
     assert f"tools/generate.py a.yml --set save={save} --chat" in conversation
+
+
+def test_a_training_of_no_steps_is_refused_before_its_ranks_start():
+    """It passed a dry run, and a rank then found no documents to train on and blamed `split`."""
+    problems = data_problems(config(train_iters=0), None, dry_run=True)
+    assert ("train_iters",) in [problem.keys for problem in problems]
