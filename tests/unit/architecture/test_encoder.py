@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from neox.architecture import forward_flops_per_token
 from neox.config import NeoXConfig
 from neox.plan import architecture_of, yaml_keys
+from neox.plan.memory.activations import activation_bytes
 from tests.plans import ENCODERS, SMALL, small_plan
 
 BASE = {"num_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "seq_length": 512}
@@ -52,10 +51,11 @@ def test_operations_count_the_masked_tokens_alone_in_the_head():
     assert forward_flops_per_token(plan.layers, length)[1] > 3 * head
 
 
-@pytest.mark.xfail(reason="formulas of memory moved; the table or bound was not made anew")
 def test_memory_follows_the_predicted_tokens():
     rows, sequences = 2**17, SMALL["train_micro_batch_size_per_gpu"]
-    one, sixteen = (bert(rows=rows, max_preds_per_seq=n).memory.activations for n in (1, 16))
+    plans = [bert(rows=rows, max_preds_per_seq=n) for n in (1, 16)]
+    # of the head alone: the peak of so small a network is where the gradients of the tied weight are added
+    one, sixteen = (activation_bytes(plan.workload, plan.stages[0]).head_pass for plan in plans)
     fp32_logits = 15 * sequences * rows * 4  # of the 15 tokens more
     assert fp32_logits <= sixteen - one <= 1.01 * fp32_logits
 

@@ -42,7 +42,6 @@ def test_unbalanced_context_ranks_wait_for_the_last() -> None:
     assert slow.attention == pytest.approx(fast.attention * 15 / 8, rel=0.01)
 
 
-@pytest.mark.xfail(reason="formulas of memory moved; the table or bound was not made anew")
 def test_memory_in_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:
     published_memory.main([])
     rows = capsys.readouterr().out.splitlines()
