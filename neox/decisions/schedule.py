@@ -6,23 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from neox.config import NOTHING, Decided, Decision, NeoXConfig
-from neox.plan.rules.schedule import leaves_a_decay
+from neox.plan.rules.schedule import SCHEDULE_KEYS, leaves_a_decay
 from neox.plan.run_identity import FoundRun
 from neox.plan.run_start import requested_start
 from neox.storage import is_remote
 
 _KEY = "use_checkpoint_lr_scheduler"
 _LENGTHS = ("lr_decay_iters", "lr_decay_fraction")
-_SHAPE = (
-    "lr_decay_style",
-    "min_lr",
-    "warmup",
-    "lr_warmup_iters",
-    "lr_schedule_version",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-    "scheduler",
-)
+_SHAPE = (*(key for key in SCHEDULE_KEYS if key not in _LENGTHS), "scheduler")
 _PEAK = "optimizer.params.lr"
 
 

@@ -42,10 +42,7 @@ def decide_start(
     decided += own
     decided += decide_precision(config, capabilities)
     length = decide_length(config, world_size, hosts=hosts, data=data)
-    steps = config.training.train_iters
-    for decision in length.decisions:
-        if decision.key == "train_iters":
-            steps = decision.value
+    steps = length.values.get("train_iters", config.training.train_iters)
     decided += decide_schedule(config, own.loaded)
     decided += length
     decided += decide_warmup(config, own.loaded, steps)

@@ -235,11 +235,6 @@ class Workload:
         return self.layout.recomputes and self.layout.recomputed_part == "full"
 
     @property
-    def recomputes_attention(self) -> bool:
-        """Whether the backward pass recomputes the attention of blocks, or a part of it."""
-        return self.layout.recomputes and self.layout.recomputed_part != "full"
-
-    @property
     def in_tiles(self) -> bool:
         """Whether MLPs and norms are computed in tiles of tokens."""
         return 0 < self.layout.tile_tokens < self.queries

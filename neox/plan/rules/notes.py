@@ -16,20 +16,8 @@ from neox.plan.network.attention_config import asked_kinds, attention_impls, des
 from neox.plan.network.mlp_width import MLP_SIZES, mlp_width
 from neox.plan.rules.fields import idle_notes
 from neox.plan.rules.preferences import dropout_notes
+from neox.plan.rules.schedule import SCHEDULE_KEYS
 from neox.problems import Note
-
-# Keys of the learning rate that DeepSpeed's schedules replace.
-_REPLACED_BY_SCHEDULER = (
-    "lr_decay_style",
-    "lr_decay_iters",
-    "lr_decay_fraction",
-    "min_lr",
-    "warmup",
-    "lr_warmup_iters",
-    "lr_schedule_version",
-    "lr_wsd_decay_style",
-    "lr_wsd_decay_iters",
-)
 
 
 def notes_without_effect(config: NeoXConfig) -> list[Note]:
@@ -127,7 +115,7 @@ def _decay_notes(config: NeoXConfig) -> Iterator[Note]:
 
 def _schedule_notes(config: NeoXConfig) -> Iterator[Note]:
     """Yield the keys of the learning rate that `scheduler` or lr_warmup_iters replaces."""
-    given = [key for key in _REPLACED_BY_SCHEDULER if config.given(key)]
+    given = [key for key in SCHEDULE_KEYS if config.given(key)]
     if config.schedule.scheduler is None:
         is_kept = config.source("lr_warmup_iters").decided  # another note says so
         if config.schedule.lr_warmup_iters is not None and config.given("warmup") and not is_kept:

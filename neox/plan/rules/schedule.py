@@ -17,6 +17,18 @@ from neox.config.sections.schedule import (
 from neox.plan.schedule import schedule_of
 from neox.problems import Problem
 
+SCHEDULE_KEYS = (
+    "lr_decay_style",
+    "lr_decay_iters",
+    "lr_decay_fraction",
+    "min_lr",
+    "warmup",
+    "lr_warmup_iters",
+    "lr_schedule_version",
+    "lr_wsd_decay_style",
+    "lr_wsd_decay_iters",
+)
+"""Keys of gpt-neox's learning rate schedule, in whose place `scheduler` puts one of DeepSpeed's."""
 # Keys that decide how many iterations the learning rate decays.
 _LENGTHS = ("lr_decay_iters", "lr_decay_fraction", "train_iters")
 

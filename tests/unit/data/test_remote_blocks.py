@@ -215,6 +215,7 @@ def test_a_plan_says_how_much_disk_blocks_take(s3: FailingApp, tmp_path: Path) -
     blocks = tmp_path / "disk"
     config = small_plan(**keys, data_cache_gb=50_000 / 1e9, data_block_dir=str(blocks)).config
     planned = planned_data(config)
+    assert apply_decisions(config, planned.decisions).data.data_path == ADDRESS
     assert any(f"{len(BYTES):,}" in note and "50,000" in note and str(blocks) in note for note in planned.notes)
     assert not (tmp_path / "cache").exists()
     local = with_local_data(config)
