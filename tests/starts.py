@@ -21,6 +21,7 @@ from neox.errors import NeoXError
 from neox.launch.supervisor.outcome import EndKind, RunEnd
 from neox.plan import decode_payload
 from neox.preflight import command
+from tests.log_settings import restored_log_settings
 
 PREFIX = "text_document"
 """Prefix of the token files that `write_data` makes in a directory."""
@@ -105,6 +106,7 @@ def _answer(directory: Path, *flags: str) -> Answer:
     said = io.StringIO()
     ended = RunEnd(EndKind.FINISHED, 0)
     with ExitStack() as stack:
+        stack.enter_context(restored_log_settings())
         stack.enter_context(redirect_stderr(said))
         stack.enter_context(redirect_stdout(io.StringIO()))
         stack.enter_context(_inside(directory))

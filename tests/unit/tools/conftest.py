@@ -1,6 +1,5 @@
 """Tools run inside the test's process: as commands they would each import torch anew, for seconds."""
 
-import logging
 import runpy
 import subprocess
 import sys
@@ -8,6 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.log_settings import restored_log_settings
 
 TOOLS = Path(__file__).parents[3] / "tools"
 sys.path.insert(0, str(TOOLS))
@@ -19,8 +20,6 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
     """Run `tools/NAME` with arguments, and return its exit status and output as `subprocess.run` does."""
-    logger = logging.getLogger("neox")
-    former = logger.handlers[:], logger.propagate, logger.level
 
     def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         command = [str(TOOLS / name), *map(str, arguments)]
@@ -31,5 +30,5 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         shown = capsys.readouterr()
         return subprocess.CompletedProcess(command, int(ended.value.code or 0), shown.out, shown.err)
 
-    yield run_tool
-    logger.handlers[:], logger.propagate, logger.level = former
+    with restored_log_settings():
+        yield run_tool
